@@ -1,0 +1,159 @@
+"""Every PyTorch-internal name that this library uses, in one place.
+
+Each name below is private to PyTorch or changed between the supported releases (2.11, 2.13, 2.14). Nothing else in the
+package imports a name with a leading underscore from torch; `tests/test_torch_compat.py` reaches every function here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import detect_fake_mode
+from torch._inductor import ir
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.dependencies import WeakDep
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.fx.passes.shape_prop import TensorMetadata
+from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = [
+    "CheckpointPolicy",
+    "CustomGraphPass",
+    "FakeTensorMode",
+    "TensorMetadata",
+    "all_gather_out",
+    "aot_autograd",
+    "compile_fx",
+    "detect_fake_mode",
+    "get_hash_for_files",
+    "is_backward_graph",
+    "is_profiler_enabled",
+    "local_tensor",
+    "make_dtensor",
+    "min_cut_rematerialization_partition",
+    "reduce_scatter_out",
+    "register_group_alias",
+    "scheduled_fx_nodes",
+    "scheduler_node_kind",
+    "set_dynamo_source",
+    "shallow_local",
+    "unset_fake_temporarily",
+    "without_version_bump",
+]
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def local_tensor(param: DTensor) -> torch.Tensor:
+    """The DTensor's own local tensor, without the autograd node that `to_local()` adds."""
+    return param._local_tensor
+
+
+def make_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor of `like`'s global shape and placement around `local`; no communication, no autograd node."""
+    return DTensor(local, like._spec, requires_grad=False)
+
+
+def without_version_bump(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """In-place writes inside leave autograd's version counter of `tensor` as it was."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)
+
+
+def is_profiler_enabled() -> bool:
+    """Whether a torch.profiler (or `emit_nvtx`) is recording in this process."""
+    return torch.autograd._profiler_enabled()
+
+
+# ---- process groups --------------------------------------------------------------------------------------------------
+
+
+def register_group_alias(name: str, group: dist.ProcessGroup) -> None:
+    """Let functional collectives find `group` under `name` too."""
+    torch._C._distributed_c10d._register_process_group(name, group)
+
+
+# ---- graphs ----------------------------------------------------------------------------------------------------------
+
+
+def set_dynamo_source(node: fx.Node) -> None:
+    """Tell AOTAutograd that a placeholder added by us has no source in the user's frame."""
+    node._dynamo_source = None  # type: ignore[attr-defined]
+
+
+def is_backward_graph(graph: fx.Graph) -> bool:
+    """Whether AOTAutograd's partitioner made this graph as a backward: its gradients come in as `tangents_<n>`."""
+    return any("tangents" in str(node.target) for node in graph.find_nodes(op="placeholder"))
+
+
+# ---- Inductor's scheduler --------------------------------------------------------------------------------------------
+
+
+def scheduled_fx_nodes() -> Sequence[fx.Node]:
+    """The FX nodes of the graph that Inductor is scheduling now, in order."""
+    return list(V.graph.graph.nodes)
+
+
+def scheduler_node_kind(snode: Any) -> str:
+    """'collective', 'wait', 'region', 'compute' or 'none' (nothing runs) for one of Inductor's scheduler nodes."""
+    inner = getattr(snode, "node", None)
+    if isinstance(inner, ir.MultiOutput | ir.NopKernel):
+        return "none"
+    if isinstance(inner, ir._WaitKernel):
+        return "wait"
+    if isinstance(inner, ir._CollectiveKernel):
+        return "collective"
+    overload = getattr(inner, "op_overload", None)
+    if overload is not None and str(getattr(overload, "namespace", "")) == "fsdp_passes":
+        return "region"
+    return "compute"
+
+
+def add_order_dependency(snode: Any, earlier: Any) -> None:
+    """Let a scheduler node run behind `earlier` although it reads nothing of it."""
+    name = next(iter(earlier.get_buffer_names()))
+    snode.add_fake_dep(WeakDep(name, mutating_buf=next(iter(snode.get_buffer_names())), is_fake=True))
+
+
+def refresh_ancestors(snodes: Sequence[Any]) -> None:
+    """Recompute which nodes lie before which, as fusion needs after `add_order_dependency`."""
+    if snodes:
+        snodes[0].scheduler.compute_ancestors()
+
+
+def scheduled_graph_module() -> fx.GraphModule:
+    """The module whose graph Inductor is scheduling now."""
+    return V.graph.module
+
+
+def wrap_boxed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a compiled function as taking its inputs as one list, which it may clear."""
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function
+
+
+def copy_dynamo_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy that may be changed: Dynamo reads the placeholders of its own graph again after the backend returns."""
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(gm.graph, copied, return_output_node=True)
+    assert output is not None
+    graph.output(output[0]).meta = dict(output[1].meta)
+    for old, new in copied.items():
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+    result = fx.GraphModule(gm, graph)
+    result.meta = dict(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        result._param_name_to_source = gm._param_name_to_source
+    return result

@@ -1,0 +1,230 @@
+"""`overlap_fsdp`: a Dynamo graph in, a callable out."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import DTensor
+
+from fsdp_passes._torch_compat import (
+    aot_autograd,
+    compile_fx,
+    copy_dynamo_graph,
+    detect_fake_mode,
+    make_dtensor,
+    min_cut_rematerialization_partition,
+    wrap_boxed,
+)
+from fsdp_passes.context import REDUCE_GROUP_SUFFIX, ensure_reduce_group
+from fsdp_passes.errors import NothingShardedWarning
+from fsdp_passes.options import OverlapOptions
+from fsdp_passes.parameter import FsdpParameter, fsdp_parameter_of
+from fsdp_passes.passes.fence_reductions import fence_reductions
+from fsdp_passes.passes.find_parameter_uses import find_parameter_uses
+from fsdp_passes.passes.insert_unshard import insert_unshard
+from fsdp_passes.passes.pin_schedule import pin_schedule
+from fsdp_passes.pipeline import LowerAndSchedule, TagJointGraph, start_record, verify_kernel_order
+from fsdp_passes.regions import close_regions_above, num_open_regions
+
+Compiled = Callable[..., Any]
+
+
+def overlap_fsdp(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """Backend for `torch.compile(model, backend=overlap_fsdp, options={...})`.
+
+    Args:
+        gm: the graph that Dynamo traced over full-shaped placeholders of the sharded parameters.
+        example_inputs: its inputs; the placeholders are recognized by identity.
+        mode: as in `torch.compile`; its Inductor options are applied below the user's own.
+        options: see `OverlapOptions`.
+
+    Returns:
+        A callable with the graph's signature. It takes the placeholders that Dynamo passes and computes with the
+        shards behind them; gradients arrive as DTensors in `.grad` of the sharded parameters.
+
+    Raises:
+        UnknownOptionError, OptionValueError: before anything is compiled.
+        MutatedParameterError: the code writes into a sharded parameter.
+        ScheduleError: the schedule breaks an invariant (with `verify=True`).
+    """
+    settings = OverlapOptions.from_dict(options)
+    inductor_options = {**_mode_options(mode), **settings.inductor}
+    for example in example_inputs:
+        param = fsdp_parameter_of(example)
+        if param is not None:
+            param.sync_requires_grad()
+    original, gm = gm, copy_dynamo_graph(gm)
+    uses = find_parameter_uses(gm, example_inputs)
+    if not uses:
+        if not any(fsdp_parameter_of(example) for example in example_inputs):
+            _warn_nothing_sharded(gm, example_inputs)
+        return _compile_inner(gm, list(example_inputs), settings, inductor_options)
+
+    suffix = "" if settings.unify_communication_stream else REDUCE_GROUP_SUFFIX
+    label_from = insert_unshard(gm, uses, labels=settings.nvtx, reduce_group_suffix=suffix)
+    units = {use.unit_index: use.param.unit for use in uses}
+    record = start_record([units[index].display_name for index in sorted(units)], settings)
+    positions = [use.position for use in uses]
+    inner = _compile_inner(gm, _local_inputs(example_inputs, positions, label_from), settings, inductor_options, record)
+    return functools.partial(_run, inner, original, positions, label_from, settings)
+
+
+def _mode_options(mode: str | None) -> dict[str, Any]:
+    if mode in (None, "default"):
+        return {}
+    return dict(torch._inductor.list_mode_options(mode))
+
+
+def _warn_nothing_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Graphs between two graph breaks often have no parameters at all; only unsharded parameters deserve a warning."""
+    if any(isinstance(example, torch.nn.Parameter) for example in example_inputs):
+        warnings.warn(
+            "overlap_fsdp: expected a model with sharded parameters, found none in this graph. It is compiled without "
+            "communication. Call fully_shard() on the model before torch.compile().",
+            NothingShardedWarning,
+            stacklevel=2,
+        )
+
+
+def _local_inputs(example_inputs: Sequence[Any], positions: Sequence[int], label_from: Sequence[int]) -> list[Any]:
+    """The compiler's example inputs: fake shards where the placeholders were, then the labels."""
+    fake_mode = detect_fake_mode() or torch._subclasses.FakeTensorMode()
+    inputs = list(example_inputs)
+    params = [_parameter_at(example_inputs, position) for position in positions]
+    for position, param in zip(positions, params, strict=True):
+        shard = param.shard().detach().requires_grad_(param.placeholder.requires_grad)
+        inputs[position] = fake_mode.from_tensor(shard, static_shapes=True)
+    for index in label_from:
+        inputs.append(fake_mode.from_tensor(params[index].unit.label, static_shapes=True))
+    return inputs
+
+
+def _parameter_at(inputs: Sequence[Any], position: int) -> FsdpParameter:
+    param = fsdp_parameter_of(inputs[position])
+    assert param is not None, "Dynamo's guards let a tensor through that is no sharded parameter"
+    return param
+
+
+def _compile_inner(
+    gm: fx.GraphModule,
+    inputs: list[Any],
+    settings: OverlapOptions,
+    inductor_options: dict[str, Any],
+    record: Any = None,
+) -> Compiled:
+    lower = LowerAndSchedule(settings, record) if record is not None else None
+    if settings.inner == "inductor":
+        patches = dict(inductor_options)
+        if lower is not None:
+            patches |= {
+                "joint_custom_post_pass": TagJointGraph(),
+                "post_grad_custom_post_pass": lower,
+                "_pre_fusion_custom_pass": fence_reductions,
+                "reorder_for_compute_comm_overlap": True,
+                "reorder_for_compute_comm_overlap_passes": [pin_schedule, verify_kernel_order],
+            }
+        return compile_fx(gm, inputs, config_patches=patches)
+    return _compile_aot(gm, inputs, lower, TagJointGraph())
+
+
+def _compile_aot(
+    gm: fx.GraphModule, inputs: list[Any], lower: LowerAndSchedule | None, tag: TagJointGraph
+) -> Compiled:
+    def compile_graph(graph_module: fx.GraphModule, _: Sequence[Any]) -> Compiled:
+        if lower is not None:
+            lower(graph_module.graph)
+            graph_module.recompile()
+
+        def run(args: list[Any]) -> Any:
+            inputs = list(args)
+            args.clear()
+            return graph_module.forward(*inputs)
+
+        return wrap_boxed(run)
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        tag(joint.graph)
+        return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+
+    backend = aot_autograd(
+        fw_compiler=compile_graph,
+        bw_compiler=compile_graph,
+        inference_compiler=compile_graph,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    return backend(gm, inputs)
+
+
+# ---- run time --------------------------------------------------------------------------------------------------------
+
+
+class _HandOutShards(torch.autograd.Function):
+    """Sharded parameters in, this rank's padded shards out; in backward, padded gradients in and DTensors out.
+
+    One node for all parameters of a graph: a node per parameter would cost more than a small layer's compute.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, params: list[FsdpParameter], *sharded: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.params = params
+        # Fresh aliases: autograd writes its history into the tensors that a Function returns.
+        return tuple(param.shard().detach() for param in params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        results: list[DTensor | None] = []
+        for param, grad in zip(ctx.params, grads, strict=True):
+            if grad is None:
+                results.append(None)
+                continue
+            sharded = param.sharded_param
+            results.append(make_dtensor(grad[: param.local_rows], sharded))
+        return None, *results
+
+
+def _run(
+    inner: Compiled,
+    gm: fx.GraphModule,
+    positions: Sequence[int],
+    label_from: Sequence[int],
+    settings: OverlapOptions,
+    *args: Any,
+) -> Any:
+    """Replace each placeholder that Dynamo passed by the shard behind that very object, and run the graph.
+
+    The positions are the graph's; the parameters are this call's. One artifact serves every layer with the same code.
+    """
+    params = [_parameter_at(args, position) for position in positions]
+    inputs = list(args)
+    trainable: list[tuple[int, FsdpParameter]] = []
+    needs_grad = torch.is_grad_enabled()
+    for position, param in zip(positions, params, strict=True):
+        if needs_grad and param.sharded_param.requires_grad:
+            trainable.append((position, param))
+        else:
+            inputs[position] = param.shard()
+    if trainable:
+        locals_ = _HandOutShards.apply([p for _, p in trainable], *[p.sharded_param for _, p in trainable])
+        for (position, _), local in zip(trainable, locals_, strict=True):
+            inputs[position] = local
+    for index in label_from:
+        inputs.append(params[index].unit.label)
+    if not settings.unify_communication_stream:
+        ensure_reduce_group(params[0].mesh)
+    depth = num_open_regions()
+    try:
+        return inner(*inputs)
+    finally:
+        close_regions_above(depth)

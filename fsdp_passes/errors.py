@@ -1,0 +1,168 @@
+"""One class per kind of mistake.
+
+Every message says what was expected, what was found and what to do. The parameter or unit comes first, so that the
+line is useful even when a log cuts it short.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class FsdpError(Exception):
+    """Base class of every error that this library raises."""
+
+
+class NoProcessGroupError(FsdpError, RuntimeError):
+    """`fully_shard` was called before `torch.distributed` was initialized."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "fully_shard: expected an initialized process group, found none. Call "
+            "torch.distributed.init_process_group() first (torchrun sets its environment variables), or pass a mesh "
+            "made by init_device_mesh()."
+        )
+
+
+class AlreadyShardedError(FsdpError, ValueError):
+    """`fully_shard` was called twice on one module."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__(
+            f"{module}: expected a module that is not yet a unit, found one that fully_shard has already been called "
+            "on. Call fully_shard once per module; a nested module can be a unit of its own."
+        )
+
+
+class WrapOrderError(FsdpError, ValueError):
+    """A module was sharded after a parent had already taken its parameters."""
+
+    def __init__(self, module: str, parameter: str, owner: str) -> None:
+        super().__init__(
+            f"{module}: expected children to be sharded before their parents, found that the unit '{owner}' already "
+            f"owns its parameter '{parameter}'. Call fully_shard on the innermost modules first and on the root last."
+        )
+
+
+class ForeignDTensorError(FsdpError, ValueError):
+    """A parameter is already a DTensor that this library did not make."""
+
+    def __init__(self, parameter: str, found: str, expected: str) -> None:
+        super().__init__(
+            f"{parameter}: expected a plain tensor to shard on mesh {expected}, found a DTensor on {found}. Shard each "
+            "parameter with one library only; to leave this one as it is, pass it in ignored_params."
+        )
+
+
+class MeshError(FsdpError, ValueError):
+    """The mesh has a shape that is not supported."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(
+            f"mesh: expected a DeviceMesh with one dimension, found {found}. Take one dimension of it, for example "
+            "mesh['shard']."
+        )
+
+
+class UnsupportedArgumentError(FsdpError, NotImplementedError):
+    """A keyword of FSDP2 that is accepted by name but has no support yet."""
+
+    def __init__(self, argument: str, found: object, instead: str) -> None:
+        super().__init__(f"{argument}: found {found!r}, which is not supported. {instead}")
+
+
+class UnsupportedParameterError(FsdpError, ValueError):
+    """A parameter that cannot be sharded by rows."""
+
+    def __init__(self, parameter: str, found: str, instead: str) -> None:
+        super().__init__(
+            f"{parameter}: expected a parameter that can be split along dimension 0, found {found}. {instead}"
+        )
+
+
+class IntegerParameterError(FsdpError, ValueError):
+    """A parameter of an integer dtype asks for a gradient."""
+
+    def __init__(self, parameter: str, dtype: object) -> None:
+        super().__init__(
+            f"{parameter}: expected a floating-point dtype because the parameter requires a gradient, found {dtype}. "
+            "Freeze it with requires_grad_(False), or store it as a buffer."
+        )
+
+
+class CapturedParameterError(FsdpError, ValueError):
+    """A module keeps a second reference to a parameter, which sharding could not replace."""
+
+    def __init__(self, parameter: str, module: str, attribute: str) -> None:
+        super().__init__(
+            f"{parameter}: expected the module's parameter table to hold its only reference, found another one in the "
+            f"attribute '{attribute}' of {module}, which would go on reading the unsharded weight. Read the parameter "
+            "by its name instead, or pass it in ignored_params."
+        )
+
+
+class UnitPatternError(FsdpError, ValueError):
+    """A pattern in `units=` names no module."""
+
+    def __init__(self, pattern: str, available: Sequence[str]) -> None:
+        shown = ", ".join(available[:12]) + (", …" if len(available) > 12 else "")
+        super().__init__(
+            f"units: expected every pattern to match a module, found no match for '{pattern}'. Modules with "
+            f"parameters: {shown}. '*' matches within one part of a path, '**' any number of parts."
+        )
+
+
+class UnknownOptionError(FsdpError, ValueError):
+    """An option of the backend that does not exist."""
+
+    def __init__(self, name: str, valid: Iterable[str]) -> None:
+        names = sorted(valid)
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f" Did you mean '{close[0]}'?" if close else ""
+        super().__init__(f"{name}: expected one of the options {', '.join(names)}, found '{name}'.{hint}")
+
+
+class OptionValueError(FsdpError, ValueError):
+    """An option of the backend has a value outside its range."""
+
+    def __init__(self, name: str, found: object, expected: str) -> None:
+        super().__init__(f"{name}: expected {expected}, found {found!r}.")
+
+
+class MutatedParameterError(FsdpError, RuntimeError):
+    """Compiled code writes into a sharded parameter, and the write would be lost with the gathered copy."""
+
+    def __init__(self, parameter: str) -> None:
+        super().__init__(
+            f"{parameter}: expected compiled code only to read this parameter, found that it is modified in place. The "
+            "change would be lost when the gathered weight is released. Modify parameters outside the compiled "
+            "function, as an optimizer does."
+        )
+
+
+class ScheduleError(FsdpError, AssertionError):
+    """The schedule of a graph, or the final order of its kernels, breaks an invariant."""
+
+    def __init__(self, where: str, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        super().__init__(
+            f"{where}: expected a schedule that keeps every invariant, found {len(problems)} violation(s):\n{listed}\n"
+            "This is a defect of fsdp_passes or of an Inductor option that reorders kernels; please report it with "
+            "the graph. options={'verify': False} runs the graph unchecked."
+        )
+
+
+class ReleasedParameterError(FsdpError, RuntimeError):
+    """Eager code reads a parameter while its unit is not gathered."""
+
+    def __init__(self, parameter: str) -> None:
+        super().__init__(
+            f"{parameter}: expected its unit to be gathered while eager code computes with it, found it sharded. Call "
+            "the module through its forward, or call unshard() on it first."
+        )
+
+
+class NothingShardedWarning(UserWarning):
+    """A model without sharded parameters was compiled with `overlap_fsdp`."""

@@ -1,0 +1,163 @@
+"""The library's operators: schema, fake kernels, autograd formulas.
+
+`unshard` and `reduce_grad` stand for a parameter's communication while the graph goes through AOTAutograd and the
+partitioner; the bucketing passes replace them with functional collectives. Both have real kernels, so that a graph in
+which they were not replaced still computes the right values. `region_begin` and `region_end` open and close NVTX ranges.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # noqa: F401  (registers torch.ops._c10d_functional)
+from torch import Tensor
+
+from fsdp_passes.regions import decode_label, pop_region, push_region, region_name
+
+c10d = torch.ops._c10d_functional
+
+
+def group_averages(group_name: str) -> bool:
+    """Whether the group's backend can average while it reduces. gloo cannot: the sum is scaled afterwards."""
+    group = dist.distributed_c10d._resolve_process_group(group_name)
+    return dist.get_backend(group) == "nccl"
+
+
+@torch.library.custom_op("fsdp_passes::unshard", mutates_args=())
+def unshard(
+    shard: Tensor,
+    label: Tensor | None,
+    unit: int,
+    rows: int,
+    world_size: int,
+    group_name: str,
+    reduce_group_name: str,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard: bool,
+) -> Tensor:
+    """Gather a parameter.
+
+    Args:
+        shard: this rank's padded rows, shape (ceil(rows / world_size), *rest), in the parameter's own dtype.
+        label: the unit's name as data (uint8, see `regions.encode_label`), or None without regions.
+        unit: index of the unit among the units of this graph, in order of first use.
+        rows: dim 0 of the whole parameter.
+        world_size: number of ranks in both groups.
+        group_name: the group to gather over.
+        reduce_group_name: the group over which the gradient is reduced.
+        param_dtype: dtype of the result; the cast happens before the gather.
+        reduce_dtype: dtype in which the gradient is reduced.
+        reshard: whether the backward gathers again.
+
+    Returns:
+        The parameter, shape (rows, *rest), in `param_dtype`.
+    """
+    gathered = c10d.all_gather_into_tensor(shard.to(param_dtype).contiguous(), world_size, group_name)
+    return c10d.wait_tensor(gathered)[:rows].clone()
+
+
+@unshard.register_fake
+def _(
+    shard: Tensor,
+    label: Tensor | None,
+    unit: int,
+    rows: int,
+    world_size: int,
+    group_name: str,
+    reduce_group_name: str,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard: bool,
+) -> Tensor:
+    return shard.new_empty((rows, *shard.shape[1:]), dtype=param_dtype)
+
+
+@torch.library.custom_op("fsdp_passes::reduce_grad", mutates_args=())
+def reduce_grad(
+    grad: Tensor,
+    label: Tensor | None,
+    unit: int,
+    world_size: int,
+    group_name: str,
+    reduce_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+) -> Tensor:
+    """Average a gradient over the ranks and keep this rank's rows.
+
+    Args:
+        grad: the gradient of the whole parameter, shape (rows, *rest).
+        label, unit: as for `unshard`.
+        world_size: number of ranks in the group.
+        group_name: the group to reduce over.
+        reduce_dtype: dtype on the wire and of the sum.
+        grad_dtype: dtype of the result.
+
+    Returns:
+        The mean over the ranks of the padded rows of this rank, shape (ceil(rows / world_size), *rest).
+    """
+    rows = -(-grad.shape[0] // world_size)
+    padded = grad.new_zeros((rows * world_size, *grad.shape[1:]), dtype=reduce_dtype)
+    padded[: grad.shape[0]] = grad
+    averages = group_averages(group_name)
+    reduced = c10d.reduce_scatter_tensor(padded, "avg" if averages else "sum", world_size, group_name)
+    reduced = c10d.wait_tensor(reduced)
+    return (reduced if averages else reduced * (1.0 / world_size)).to(grad_dtype).clone()
+
+
+@reduce_grad.register_fake
+def _(
+    grad: Tensor,
+    label: Tensor | None,
+    unit: int,
+    world_size: int,
+    group_name: str,
+    reduce_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+) -> Tensor:
+    rows = -(-grad.shape[0] // world_size)
+    return grad.new_empty((rows, *grad.shape[1:]), dtype=grad_dtype)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    shard, label, unit, _, world_size, _, reduce_group_name, _, reduce_dtype, _ = inputs
+    ctx.label = label
+    ctx.args = (unit, world_size, reduce_group_name, reduce_dtype, shard.dtype)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.fsdp_passes.reduce_grad.default(grad, ctx.label, *ctx.args), *([None] * 9)
+
+
+unshard.register_autograd(_backward, setup_context=_setup_context)
+
+
+# The regions are written with the low-level API on purpose: they declare that they mutate the label only so that no
+# compiler removes them or swaps a begin with its end. `custom_op` would bump the label's version counter on every call,
+# which autograd takes for a real write to a saved tensor.
+_library = torch.library.Library("fsdp_passes", "FRAGMENT")
+_library.define("region_begin(Tensor(a!) label, str phase) -> ()")
+_library.define("region_end(Tensor(a!) label) -> ()")
+
+
+def _region_begin(label: Tensor, phase: str) -> None:
+    push_region(region_name(decode_label(label), phase))
+
+
+def _region_end(label: Tensor) -> None:
+    pop_region()
+
+
+_library.impl("region_begin", _region_begin, "CompositeExplicitAutograd")
+_library.impl("region_end", _region_end, "CompositeExplicitAutograd")
+torch.library.register_fake("fsdp_passes::region_begin", lambda label, phase: None, lib=_library)
+torch.library.register_fake("fsdp_passes::region_end", lambda label: None, lib=_library)
+
+UNSHARD = torch.ops.fsdp_passes.unshard.default
+REDUCE_GRAD = torch.ops.fsdp_passes.reduce_grad.default
+REGION_BEGIN = torch.ops.fsdp_passes.region_begin.default
+REGION_END = torch.ops.fsdp_passes.region_end.default
+torch.fx.node.has_side_effect(REGION_BEGIN)
+torch.fx.node.has_side_effect(REGION_END)

@@ -1,0 +1,81 @@
+"""The options of the `overlap_fsdp` backend."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from fsdp_passes.errors import OptionValueError, UnknownOptionError
+
+INNER_COMPILERS = ("inductor", "aot_eager", "eager")
+BUCKET_MODES = ("coalesced", "packed")
+
+# The passes own these Inductor settings; a second value for one of them would undo the schedule without a word.
+RESERVED_INDUCTOR_OPTIONS = (
+    "joint_custom_post_pass",
+    "post_grad_custom_post_pass",
+    "_pre_fusion_custom_pass",
+    "reorder_for_compute_comm_overlap",
+    "reorder_for_compute_comm_overlap_passes",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlapOptions:
+    """What a user can set through `torch.compile(model, backend=overlap_fsdp, options={...})`.
+
+    Attributes:
+        prefetch: number of units whose all-gather is started ahead of the unit that computes (>= 1).
+        inner: what runs the scheduled graphs: "inductor", "aot_eager" (ATen kernels, no code generation) or "eager"
+            (node by node in Python, for debugging).
+        bucket_mode: "coalesced" issues one grouped collective per unit without copies; "packed" copies the shards of
+            a unit into one buffer and issues a single collective.
+        unify_communication_stream: True serializes all-gathers and reduce-scatters on one stream, so that their
+            temporary buffers can be reused for each other; False gives reduce-scatters a group of their own.
+        nvtx: whether to annotate each unit's compute with `FSDP:<unit>:forward_compute` / `backward_compute`.
+        verify: whether to check the invariants on the graph and on Inductor's final kernel order.
+        inductor: further Inductor options, as in `torch.compile(options=...)`.
+    """
+
+    prefetch: int = 1
+    inner: str = "inductor"
+    bucket_mode: str = "coalesced"
+    unify_communication_stream: bool = True
+    nvtx: bool = True
+    verify: bool = True
+    inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 1:
+            raise OptionValueError("prefetch", self.prefetch, "an integer of at least 1")
+        if self.inner not in INNER_COMPILERS:
+            raise OptionValueError("inner", self.inner, f"one of {', '.join(INNER_COMPILERS)}")
+        if self.bucket_mode not in BUCKET_MODES:
+            raise OptionValueError("bucket_mode", self.bucket_mode, f"one of {', '.join(BUCKET_MODES)}")
+        for name in ("unify_communication_stream", "nvtx", "verify"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionValueError(name, getattr(self, name), "True or False")
+        if not isinstance(self.inductor, Mapping):
+            raise OptionValueError("inductor", self.inductor, "a dict of Inductor options")
+        for name in RESERVED_INDUCTOR_OPTIONS:
+            if name in self.inductor:
+                raise OptionValueError(
+                    "inductor", name, "options other than " + ", ".join(RESERVED_INDUCTOR_OPTIONS) + " (set by us)"
+                )
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any] | None) -> OverlapOptions:
+        """Build from what a user passed. Raises `UnknownOptionError` or `OptionValueError`."""
+        given = dict(options or {})
+        valid = [field.name for field in dataclasses.fields(cls)]
+        for name in given:
+            if name not in valid:
+                raise UnknownOptionError(name, valid)
+        return cls(**given)
+
+    def fingerprint(self) -> str:
+        """Text that differs whenever the compiled result may: part of the key of Inductor's caches."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["inductor"] = sorted((name, repr(value)) for name, value in self.inductor.items())
+        return repr(sorted(values.items()))

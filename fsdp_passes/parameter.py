@@ -1,0 +1,158 @@
+"""FsdpParameter: the sharded, placeholder and unsharded faces of one parameter."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp_passes._torch_compat import local_tensor, without_version_bump
+
+if TYPE_CHECKING:
+    from fsdp_passes.unit import FsdpUnit
+
+
+class FsdpParameter:
+    """One parameter and its three faces.
+
+    sharded      `DTensor(Shard(0))` in `module._parameters[name]`: what optimizers and checkpoints see. Its local rows
+                 are a view of `padded_local`, which has ceil(dim0 / world) rows on every rank, so that every rank
+                 compiles the same graph and no collective needs padding of its own.
+    placeholder  an `nn.Parameter` of the full shape in the compute dtype without storage: what Dynamo traces.
+    unsharded    the same object as the placeholder while its storage holds the gathered values.
+    """
+
+    def __init__(self, param: nn.Parameter, name: str, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy) -> None:
+        self.name = name
+        self.mesh = mesh
+        self.unit: FsdpUnit
+        # Every (module, attribute) under which the parameter is known; more than one for tied parameters. The first
+        # is where the current DTensor is read from, since `load_state_dict(assign=True)` and `to_empty` replace it.
+        self.references: list[tuple[nn.Module, str]] = []
+        self.world_size = mesh.size()
+        self.group_name: str = mesh.get_group().group_name
+        self.full_shape = param.shape
+        self.rows = param.shape[0]
+        self.rows_per_rank = math.ceil(self.rows / self.world_size)
+        self.orig_dtype = param.dtype
+        is_float = param.dtype.is_floating_point
+        self.param_dtype = (mp_policy.param_dtype or param.dtype) if is_float else param.dtype
+        self.reduce_dtype = mp_policy.reduce_dtype or self.param_dtype
+
+        rank = mesh.get_local_rank()
+        first = min(rank * self.rows_per_rank, self.rows)
+        self.local_rows = min(first + self.rows_per_rank, self.rows) - first
+        self.padded_local = param.new_zeros((self.rows_per_rank, *param.shape[1:]), requires_grad=False)
+        with torch.no_grad():
+            self.padded_local[: self.local_rows].copy_(param[first : first + self.local_rows])
+        # The stride of the whole, contiguous tensor: it says nothing about this rank's rows.
+        full_stride = torch.empty(param.shape, device="meta").stride()
+        sharded = DTensor.from_local(
+            self.padded_local[: self.local_rows],
+            mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=param.shape,
+            stride=full_stride,
+        )
+        self.initial_sharded_param = nn.Parameter(sharded, requires_grad=param.requires_grad)
+        self._adopted_local = local_tensor(self.initial_sharded_param)
+        self.placeholder = self._make_placeholder(param.device, param.requires_grad)
+
+    def _make_placeholder(self, device: torch.device, requires_grad: bool) -> nn.Parameter:
+        data = torch.empty(self.full_shape, dtype=self.param_dtype, device=device)
+        if device.type != "meta":
+            data.untyped_storage().resize_(0)
+        placeholder = nn.Parameter(data, requires_grad=requires_grad)
+        placeholder._fsdp_parameter = self  # type: ignore[attr-defined]
+        return placeholder
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of the gathered tensor: `rows_per_rank * world_size`, at least the parameter's own."""
+        return self.rows_per_rank * self.world_size
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the gathered tensor, padding included, in the compute dtype."""
+        return self.padded_rows * math.prod(self.full_shape[1:]) * self.param_dtype.itemsize
+
+    @property
+    def qualified_name(self) -> str:
+        """`<unit>.<name>`, for messages."""
+        return f"{self.unit.name}.{self.name}" if self.unit.name else self.name
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        """The DTensor that the module holds now."""
+        module, name = self.references[0]
+        param = module._parameters[name]
+        assert param is not None
+        return param
+
+    def shard(self) -> torch.Tensor:
+        """This rank's padded shard, shape (rows_per_rank, *rest), in the original dtype.
+
+        Picks up a DTensor that replaced ours (`load_state_dict(assign=True)`, `to_empty`, `.to(dtype)`): its rows are
+        copied into a padded buffer once, and from then on the DTensor is a view of that buffer again.
+        """
+        param = self.sharded_param
+        if param is not self.initial_sharded_param or local_tensor(param) is not self._adopted_local:  # type: ignore[arg-type]
+            self._adopt(param)
+        return self.padded_local
+
+    def _adopt(self, param: nn.Parameter) -> None:
+        local = local_tensor(param)  # type: ignore[arg-type]
+        self.orig_dtype = local.dtype
+        padded = local.new_zeros((self.rows_per_rank, *self.full_shape[1:]))
+        padded[: self.local_rows].copy_(local.detach())
+        if local.device != self.placeholder.device:
+            # The module moved (meta -> cuda, cpu -> cuda): what Dynamo traces must live where the shard lives.
+            self.placeholder = self._make_placeholder(local.device, param.requires_grad)
+        self.padded_local = padded
+        with torch.no_grad():
+            param._local_tensor = padded[: self.local_rows]  # type: ignore[attr-defined]
+        self._adopted_local = local_tensor(param)  # type: ignore[arg-type]
+        self.initial_sharded_param = param
+
+    def sync_requires_grad(self) -> bool:
+        """Make the placeholder follow the sharded parameter. True when it had to be changed."""
+        wanted = self.sharded_param.requires_grad
+        if self.placeholder.requires_grad == wanted:
+            return False
+        self.placeholder.requires_grad_(wanted)
+        return True
+
+    # ---- the unsharded face, for eager code --------------------------------------------------------------------------
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the placeholder holds the gathered values now."""
+        return self.placeholder.untyped_storage().size() > 0
+
+    def gather_buffer(self) -> torch.Tensor:
+        """Give the placeholder storage for `padded_rows` rows and return it as one contiguous tensor to gather into.
+
+        The placeholder keeps its object, shape and version counter: views of it that autograd saved in the forward
+        read the values that the backward's gather writes here.
+        """
+        storage = self.placeholder.untyped_storage()
+        with without_version_bump(self.placeholder):
+            storage.resize_(self.gathered_bytes)
+        shape = (self.padded_rows, *self.full_shape[1:])
+        flat = torch.empty(0, dtype=self.param_dtype, device=self.placeholder.device)
+        return flat.set_(storage, 0, shape, torch.empty(shape, device="meta").stride())  # type: ignore[call-overload]
+
+    def release(self) -> None:
+        """Drop the gathered storage. The caller has made sure that no stream reads it any more."""
+        self.placeholder.untyped_storage().resize_(0)
+
+
+def fsdp_parameter_of(tensor: object) -> FsdpParameter | None:
+    """The FsdpParameter behind a placeholder, found by the object itself."""
+    return getattr(tensor, "_fsdp_parameter", None) if isinstance(tensor, torch.Tensor) else None

@@ -1,0 +1,50 @@
+"""What the bucketing passes share: making nodes with a value and a bucket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fsdp_passes._torch_compat import FakeTensorMode, detect_fake_mode
+from fsdp_passes.schedule import BUCKET_META, ROLE_META, Bucket
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+class BucketBuilder:
+    """Inserts the nodes of one bucket, each with its fake value, its bucket and role, and `source`'s provenance."""
+
+    def __init__(self, graph: fx.Graph, bucket: Bucket, source: fx.Node) -> None:
+        self.graph = graph
+        self.bucket = bucket
+        self.source = source
+        mode = detect_fake_mode([source.meta["val"]])
+        assert mode is not None, f"{source.name} has no fake value"
+        self.fake_mode: FakeTensorMode = mode
+
+    def call(self, role: str, target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
+        """Insert `target(*args)` at the graph's current insertion point."""
+        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        values = fx.map_arg((args, kwargs), lambda arg: arg.meta["val"])
+        with self.fake_mode:
+            node.meta["val"] = target(*values[0], **values[1])
+        for key in ("stack_trace", "nn_module_stack", "seq_nr", "from_node", "partitioner_tag"):
+            if key in self.source.meta:
+                node.meta[key] = self.source.meta[key]
+        node.meta[BUCKET_META] = self.bucket
+        node.meta[ROLE_META] = role
+        return node
+
+    def cast(self, role: str, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """`node` in `dtype`; the node itself when it already is."""
+        if node.meta["val"].dtype == dtype:
+            return node
+        return self.call(role, prims.convert_element_type.default, node, dtype)
+
+
+def num_bytes(values: list[torch.Tensor]) -> int:
+    """Bytes of a list of (fake) tensors; parameters have static shapes."""
+    return sum(int(value.numel()) * value.element_size() for value in values)

@@ -1,0 +1,118 @@
+"""Reduce the gradients of one unit with one collective."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from fsdp_passes.ops import REDUCE_GRAD, c10d, group_averages
+from fsdp_passes.passes._graph import BucketBuilder, aten, num_bytes
+from fsdp_passes.schedule import FINISH, PREPARE, REDUCE_SCATTER, START, WAIT, Bucket
+
+
+def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
+    """Replace the `reduce_grad` nodes of a unit by one reduce-scatter per dtype, behind its last gradient.
+
+    Before:  r1 = reduce_grad(g1) ; mm ; r0 = reduce_grad(g0)
+    After:   mm ; rs = reduce_scatter([g1, g0]) ; r1 = scale(wait(rs[0])) ; r0 = scale(wait(rs[1]))
+
+    Gradients are cast to the reduction's dtype and padded before it; afterwards they are scaled by 1 / world where the
+    backend cannot average, and cast to the parameter's dtype. bucket_mode as in `bucket_all_gathers`.
+
+    Does nothing without `reduce_grad` nodes.
+    """
+    groups: dict[tuple[int, torch.dtype, str], list[fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD, sort=True):
+        _, _, unit, _, group_name, reduce_dtype, _ = node.args
+        groups.setdefault((unit, reduce_dtype, group_name), []).append(node)
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    # Buckets are numbered in the order in which they can start.
+    by_last_grad = sorted(groups.items(), key=lambda item: max(order[node] for node in item[1]))
+    buckets = []
+    for (unit, dtype, group_name), nodes in by_last_grad:
+        grads = [node.args[0].meta["val"] for node in nodes]  # type: ignore[union-attr]
+        bucket = Bucket(REDUCE_SCATTER, len(buckets), unit, len(nodes), num_bytes(grads), dtype)
+        last = max(nodes, key=lambda node: order[node])
+        builder = BucketBuilder(graph, bucket, last)
+        with graph.inserting_before(last):
+            lower = _reduce_packed if bucket_mode == "packed" else _reduce_coalesced
+            results = lower(builder, nodes, dtype, group_name)
+        for node, result in zip(nodes, results, strict=True):
+            node.replace_all_uses_with(result)
+            graph.erase_node(node)
+        buckets.append(bucket)
+    return buckets
+
+
+def _reduce_coalesced(
+    builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dtype, group_name: str
+) -> list[fx.Node]:
+    world_size, averages = nodes[0].args[3], group_averages(group_name)
+    grads = [_contiguous(builder, _pad(builder, node, dtype)) for node in nodes]
+    start = builder.call(
+        START,
+        c10d.reduce_scatter_tensor_coalesced.default,
+        grads,
+        "avg" if averages else "sum",
+        world_size,
+        group_name,
+        name=f"reduce_scatter_{builder.bucket.index}",
+    )
+    items = [builder.call(WAIT, operator.getitem, start, i) for i in range(len(nodes))]
+    waits = [builder.call(WAIT, c10d.wait_tensor.default, item) for item in items]
+    return [_finish(builder, wait, node, averages) for wait, node in zip(waits, nodes, strict=True)]
+
+
+def _reduce_packed(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dtype, group_name: str) -> list[fx.Node]:
+    world_size, averages = nodes[0].args[3], group_averages(group_name)
+    grads = [_contiguous(builder, _pad(builder, node, dtype)) for node in nodes]
+    shapes = [tuple(grad.meta["val"].shape) for grad in grads]
+    # Row r of the table is what rank r receives: the r-th share of every gradient.
+    table = [builder.call(PREPARE, aten.view.default, grad, [world_size, -1]) for grad in grads]
+    packed = builder.call(PREPARE, aten.cat.default, table, 1)
+    flat = builder.call(PREPARE, aten.view.default, packed, [-1])
+    start = builder.call(
+        START,
+        c10d.reduce_scatter_tensor.default,
+        flat,
+        "avg" if averages else "sum",
+        world_size,
+        group_name,
+        name=f"reduce_scatter_{builder.bucket.index}",
+    )
+    wait = builder.call(WAIT, c10d.wait_tensor.default, start)
+    results, offset = [], 0
+    for node, shape in zip(nodes, shapes, strict=True):
+        rows = shape[0] // world_size  # type: ignore[operator]
+        size = torch.Size((rows, *shape[1:])).numel()
+        part = builder.call(FINISH, aten.slice.Tensor, wait, 0, offset, offset + size)
+        part = builder.call(FINISH, aten.view.default, part, [rows, *shape[1:]])
+        results.append(_finish(builder, part, node, averages))
+        offset += size
+    return results
+
+
+def _pad(builder: BucketBuilder, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    grad, world_size = node.args[0], node.args[3]
+    grad = builder.cast(PREPARE, grad, dtype)  # type: ignore[arg-type]
+    value = grad.meta["val"]
+    missing = -value.shape[0] % world_size  # type: ignore[operator]
+    if missing == 0:
+        return grad
+    padding = [0, 0] * (value.dim() - 1) + [0, missing]
+    return builder.call(PREPARE, aten.constant_pad_nd.default, grad, padding)
+
+
+def _contiguous(builder: BucketBuilder, node: fx.Node) -> fx.Node:
+    """Collectives read their inputs as flat memory."""
+    if node.meta["val"].is_contiguous():
+        return node
+    return builder.call(PREPARE, aten.clone.default, node, memory_format=torch.contiguous_format)
+
+
+def _finish(builder: BucketBuilder, reduced: fx.Node, node: fx.Node, averages: bool) -> fx.Node:
+    if not averages:
+        reduced = builder.call(FINISH, aten.mul.Tensor, reduced, 1.0 / node.args[3])  # type: ignore[operator]
+    return builder.cast(FINISH, reduced, node.args[6])  # type: ignore[arg-type]

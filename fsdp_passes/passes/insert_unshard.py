@@ -1,0 +1,65 @@
+"""Turn full-shaped parameter inputs into shards that are gathered before their first use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from fsdp_passes._torch_compat import set_dynamo_source
+from fsdp_passes.ops import UNSHARD
+from fsdp_passes.passes.find_parameter_uses import ParameterUse
+
+
+def insert_unshard(
+    gm: fx.GraphModule, uses: Sequence[ParameterUse], *, labels: bool, reduce_group_suffix: str
+) -> list[int]:
+    """Insert one `fsdp_passes::unshard` per parameter, before its first use.
+
+    Before:  linear(x, weight)
+    After:   unshard(weight_shard, label_0, ...) ; linear(x, unshard)
+
+    With `labels`, one input per unit is appended, in order of unit index: the unit's name as data.
+    `reduce_group_suffix` is appended to the group's name for the gradient's reduction.
+
+    Requires: a graph straight from Dynamo. Does nothing without uses.
+    Returns: for each appended input, the position in `uses` of a parameter whose unit's label it takes.
+    """
+    label_nodes: dict[int, fx.Node] = {}
+    label_from: list[int] = []
+    if labels:
+        last = gm.graph.find_nodes(op="placeholder")[-1]
+        for index in sorted({use.unit_index for use in uses}):
+            with gm.graph.inserting_after(last):
+                last = gm.graph.placeholder(f"label_{index}", type_expr=torch.Tensor)
+            set_dynamo_source(last)
+            label_nodes[index] = last
+            label_from.append(next(i for i, use in enumerate(uses) if use.unit_index == index))
+
+    order = {node: index for index, node in enumerate(gm.graph.nodes)}
+    for use in uses:
+        param = use.param
+        first = min(use.node.users, key=lambda user: order[user])
+        with gm.graph.inserting_before(first):
+            gathered = gm.graph.call_function(
+                UNSHARD,
+                (
+                    use.node,
+                    label_nodes.get(use.unit_index),
+                    use.unit_index,
+                    param.rows,
+                    param.world_size,
+                    param.group_name,
+                    param.group_name + reduce_group_suffix,
+                    param.param_dtype,
+                    param.reduce_dtype,
+                    param.unit.reshards_after_forward,
+                ),
+            )
+        use.node.replace_all_uses_with(gathered, delete_user_cb=lambda user, keep=gathered: user is not keep)
+        # What Dynamo recorded about the full-shaped input is not true of the shard.
+        use.node.meta.pop("example_value", None)
+        use.node.meta.pop("tensor_dict", None)
+    gm.recompile()
+    return label_from

@@ -1,0 +1,178 @@
+"""Put every collective where something hides it."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fsdp_passes.schedule import (
+    ALL_GATHER,
+    PREPARE,
+    REDUCE_SCATTER,
+    START,
+    Bucket,
+    bucket_of,
+    gathered_reads,
+    is_heavy,
+    role_of,
+)
+
+
+def schedule_one_layer_ahead(graph: fx.Graph, *, prefetch: int) -> bool:
+    """Start each unit's all-gather while the unit before it computes, and hide each reduce-scatter behind the next.
+
+    Before:  start(0) wait(0) compute(0) start(1) wait(1) compute(1) start(2) wait(2) compute(2)
+    After:   start(0) start(1) wait(0) compute(0) start(2) wait(1) compute(1) wait(2) compute(2)
+
+    The units are taken in the order in which this graph first reads them, so that a backward graph, which reads them
+    in reverse, is scheduled by the same rule. With `prefetch` = k, start(i + k) lies before compute(i).
+
+    A reduce-scatter starts as soon as its last gradient exists. When the next unit's boundary follows without a matrix
+    product in between, the boundary's all-gather goes first: somebody waits for it soon, and on one communication
+    stream it would otherwise queue behind a reduction that nobody waits for. The reduction's own wait comes behind the
+    next reduction's start, so that at most two units' whole gradients are alive.
+
+    The compute itself keeps its order, and so do the user's own collectives.
+
+    Requires: bucketed collectives.   Ensures: invariants 1 to 3.   Does nothing without buckets.
+    Returns: whether the order changed.
+    """
+    return _Scheduler(graph, prefetch).run()
+
+
+class _Scheduler:
+    def __init__(self, graph: fx.Graph, prefetch: int) -> None:
+        self.graph = graph
+        self.prefetch = prefetch
+        self.before = list(graph.nodes)
+        self.inputs = [node for node in self.before if node.op in ("placeholder", "get_attr")]
+        self.compute = [
+            node
+            for node in self.before
+            if bucket_of(node) is None and node.op not in ("placeholder", "get_attr", "output")
+        ]
+        self.order: list[fx.Node] = []
+        self.done: set[fx.Node] = set()
+        starts: dict[Bucket, list[fx.Node]] = {}
+        waits: dict[Bucket, list[fx.Node]] = {}
+        for node in self.before:
+            bucket = bucket_of(node)
+            if bucket is not None:
+                part = starts if role_of(node) in (PREPARE, START) else waits
+                part.setdefault(bucket, []).append(node)
+        self.starts, self.waits = starts, waits
+        position = {node: index for index, node in enumerate(self.compute)}
+        self.boundaries = self._boundaries(position)
+        self.unit_order = [unit for units in self.boundaries.values() for unit in units]
+        self.ready = self._ready_reductions(position)
+        self.started_units = 0
+        self.awaiting: list[Bucket] = []  # reductions in flight, oldest first
+
+    def _boundaries(self, position: dict[fx.Node, int]) -> dict[int, list[int]]:
+        """Compute position -> units whose gathered parameters are first read there."""
+        first: dict[int, int] = {}
+        for node, buckets in gathered_reads(self.graph).items():
+            for bucket in buckets:
+                if bucket.kind == ALL_GATHER:
+                    first[bucket.unit] = min(position[node], first.get(bucket.unit, position[node]))
+        # A unit that nothing but the output reads (its weight is returned, or saved) comes last.
+        for bucket in self.starts:
+            if bucket.kind == ALL_GATHER:
+                first.setdefault(bucket.unit, len(self.compute))
+        boundaries: dict[int, list[int]] = {}
+        for unit, where in sorted(first.items(), key=lambda item: (item[1], item[0])):
+            boundaries.setdefault(where, []).append(unit)
+        return boundaries
+
+    def _ready_reductions(self, position: dict[fx.Node, int]) -> dict[int, list[Bucket]]:
+        """Compute position -> reductions whose last gradient is made there (-1: all are graph inputs)."""
+        ready: dict[int, list[Bucket]] = {}
+        for bucket, nodes in self.starts.items():
+            if bucket.kind == REDUCE_SCATTER:
+                last = max((position.get(arg, -1) for node in nodes for arg in node.all_input_nodes), default=-1)
+                ready.setdefault(last, []).append(bucket)
+        return ready
+
+    # ---- emission ----------------------------------------------------------------------------------------------------
+
+    def _emit(self, nodes: list[fx.Node]) -> None:
+        for node in nodes:
+            if node not in self.done:
+                self.done.add(node)
+                self.order.append(node)
+
+    def _emit_gather_starts(self, up_to: int) -> None:
+        while self.started_units < min(up_to, len(self.unit_order)):
+            unit = self.unit_order[self.started_units]
+            for bucket, nodes in self.starts.items():
+                if bucket.kind == ALL_GATHER and bucket.unit == unit:
+                    self._emit(nodes)
+            self.started_units += 1
+
+    def _emit_gather_waits(self, unit: int) -> None:
+        for bucket, nodes in self.waits.items():
+            if bucket.kind == ALL_GATHER and bucket.unit == unit:
+                self._emit(nodes)
+
+    def _emit_reductions(self, buckets: list[Bucket]) -> None:
+        """Start reductions, then wait for those that were in flight before them."""
+        for bucket in buckets:
+            self._emit(self.starts[bucket])
+        if buckets:
+            for earlier in self.awaiting:
+                self._emit(self.waits[earlier])
+            self.awaiting = list(buckets)
+
+    def _emit_waits_needed_by(self, node: fx.Node) -> None:
+        """A compute step may read a reduced gradient (not in a plain backward, but in a user's own graph)."""
+        for arg in node.all_input_nodes:
+            bucket = bucket_of(arg)
+            if bucket is not None and arg not in self.done:
+                if bucket.kind == ALL_GATHER:
+                    self._emit(self.starts[bucket])
+                self._emit(self.waits[bucket])
+
+    def _reaches_boundary(self, index: int) -> bool:
+        """Whether the next unit's boundary follows position `index` without anything to hide communication behind."""
+        for following in range(index + 1, len(self.compute)):
+            if following in self.boundaries:
+                return True
+            if is_heavy(self.compute[following]):
+                return False
+        return False
+
+    def run(self) -> bool:
+        if not self.starts:
+            return False
+        self._emit(self.inputs)
+        self._emit_gather_starts(self.prefetch)
+        held = self.ready.get(-1, [])
+        num_passed = 0
+        for index in range(len(self.compute) + 1):
+            for unit in self.boundaries.get(index, ()):
+                self._emit_gather_starts(num_passed + 1 + self.prefetch)
+                self._emit_reductions(held)
+                held = []
+                self._emit_gather_waits(unit)
+                num_passed += 1
+            if index == len(self.compute):
+                break
+            node = self.compute[index]
+            self._emit_waits_needed_by(node)
+            self._emit([node])
+            held = held + self.ready.get(index, [])
+            if held and not self._reaches_boundary(index):
+                self._emit_reductions(held)
+                held = []
+        self._emit_reductions(held)
+        for bucket in self.awaiting:
+            self._emit(self.waits[bucket])
+        return self._apply()
+
+    def _apply(self) -> bool:
+        output = self.before[-1]
+        assert len(self.order) == len(self.before) - 1, "a node was lost while scheduling"
+        if self.order == self.before[:-1]:
+            return False
+        for node in self.order:
+            output.prepend(node)
+        return True

@@ -1,0 +1,207 @@
+"""The order of the passes, and the runner: only this file knows both.
+
+The runner lints after each pass that changed something, recompiles at the end, times each pass, keeps the graph's text
+when somebody records, and verifies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import logging
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fsdp_passes._torch_compat import (
+    CustomGraphPass,
+    get_hash_for_files,
+    is_backward_graph,
+    scheduled_graph_module,
+)
+from fsdp_passes.ops import REDUCE_GRAD, UNSHARD
+from fsdp_passes.options import OverlapOptions
+from fsdp_passes.passes.annotate_regions import annotate_regions
+from fsdp_passes.passes.bucket_all_gathers import bucket_all_gathers
+from fsdp_passes.passes.bucket_reduce_scatters import bucket_reduce_scatters
+from fsdp_passes.passes.schedule_one_layer_ahead import schedule_one_layer_ahead
+from fsdp_passes.passes.tag_reshard_after_forward import tag_reshard_after_forward
+from fsdp_passes.schedule import ScheduleEvent, events_from_graph, events_from_kernels
+from fsdp_passes.verify import ScheduleReport, verify_schedule
+
+log = logging.getLogger(__name__)
+
+RECORD_META = "fsdp_passes_record"
+
+
+@dataclasses.dataclass
+class GraphRecord:
+    """What the passes did to one graph.
+
+    Attributes:
+        phase: "forward" (inference graphs too) or "backward".
+        passes: pass name -> the graph's text after it, in order; filled only inside `record_compilations`.
+        pass_us: pass name -> its duration in microseconds.
+        events: the schedule on the FX graph.
+        kernel_events: the schedule on Inductor's final order; None when another inner compiler ran.
+        report: what `verify_schedule` found on the FX graph; None with `verify=False`.
+        kernel_report: the same on the final order.
+    """
+
+    phase: str
+    passes: dict[str, str] = dataclasses.field(default_factory=dict)
+    pass_us: dict[str, float] = dataclasses.field(default_factory=dict)
+    events: list[ScheduleEvent] = dataclasses.field(default_factory=list)
+    kernel_events: list[ScheduleEvent] | None = None
+    report: ScheduleReport | None = None
+    kernel_report: ScheduleReport | None = None
+
+
+@dataclasses.dataclass
+class CompilationRecord:
+    """One Dynamo graph that was compiled: the names of its units by index, and its graphs."""
+
+    unit_names: list[str]
+    options: OverlapOptions
+    graphs: list[GraphRecord] = dataclasses.field(default_factory=list)
+    is_observed: bool = False
+
+
+_observer: contextvars.ContextVar[list[CompilationRecord] | None] = contextvars.ContextVar("observer", default=None)
+
+
+@contextlib.contextmanager
+def record_compilations() -> Iterator[list[CompilationRecord]]:
+    """Collect a `CompilationRecord` for everything that `overlap_fsdp` compiles inside.
+
+    A graph that comes from Inductor's cache is not compiled and leaves no `GraphRecord`; pass
+    `options={"inductor": {"force_disable_caches": True}}` to see every graph.
+    """
+    records: list[CompilationRecord] = []
+    token = _observer.set(records)
+    try:
+        yield records
+    finally:
+        _observer.reset(token)
+
+
+def start_record(unit_names: list[str], options: OverlapOptions) -> CompilationRecord:
+    """A record for one compilation, handed to the surrounding `record_compilations` if there is one."""
+    record = CompilationRecord(unit_names, options)
+    observer = _observer.get()
+    if observer is not None:
+        record.is_observed = True
+        observer.append(record)
+    return record
+
+
+def _sources_hash() -> bytes:
+    package = pathlib.Path(__file__).parent
+    return get_hash_for_files(tuple(str(path) for path in sorted(package.rglob("*.py"))))
+
+
+class TagJointGraph(CustomGraphPass):
+    """`tag_reshard_after_forward` as Inductor's joint-graph pass."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        tag_reshard_after_forward(graph)
+
+    def uuid(self) -> Any:
+        return _sources_hash()
+
+
+class LowerAndSchedule(CustomGraphPass):
+    """Everything that happens to a forward or backward graph, as Inductor's last post-grad pass."""
+
+    def __init__(self, options: OverlapOptions, record: CompilationRecord) -> None:
+        self.options = options
+        self.record = record
+
+    def uuid(self) -> Any:
+        return (_sources_hash(), self.options.fingerprint(), torch.__version__)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        nodes = [*graph.find_nodes(op="call_function", target=UNSHARD)]
+        nodes += graph.find_nodes(op="call_function", target=REDUCE_GRAD)
+        if not nodes:
+            return
+        labels = {node.args[2]: node.args[1] for node in nodes if node.args[1] is not None}
+        backward = is_backward_graph(graph)
+        options = self.options
+        result = GraphRecord("backward" if backward else "forward")
+        self.record.graphs.append(result)
+        if self.record.is_observed:
+            result.passes["insert_unshard"] = graph_text(graph)
+
+        def run(name: str, apply: Callable[[], Any]) -> None:
+            begin = time.perf_counter()
+            if apply():
+                graph.lint()
+            result.pass_us[name] = (time.perf_counter() - begin) * 1e6
+            if self.record.is_observed:
+                result.passes[name] = graph_text(graph)
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("%s graph after %s:\n%s", result.phase, name, graph_text(graph))
+
+        mode = options.bucket_mode
+        run("bucket_all_gathers", lambda: bucket_all_gathers(graph, bucket_mode=mode))
+        run("bucket_reduce_scatters", lambda: bucket_reduce_scatters(graph, bucket_mode=mode))
+        run("schedule_one_layer_ahead", lambda: schedule_one_layer_ahead(graph, prefetch=options.prefetch))
+        if options.nvtx:
+            run("annotate_regions", lambda: annotate_regions(graph, labels=labels, is_backward=backward))
+        result.events = events_from_graph(graph)
+        if options.verify:
+            where = f"{result.phase} graph of units {', '.join(self.record.unit_names)}"
+            result.report = verify_schedule(result.events, prefetch=options.prefetch, where=where)
+        if graph.owning_module is not None:
+            graph.owning_module.meta[RECORD_META] = (self.record, result)
+            graph.owning_module.recompile()
+
+
+def verify_kernel_order(snodes: list[Any]) -> list[Any]:
+    """Check the invariants on Inductor's final order; runs behind `pin_schedule` and changes nothing."""
+    found = scheduled_graph_module().meta.get(RECORD_META)
+    if found is None:
+        return snodes
+    record, result = found
+    events = events_from_kernels(snodes, scheduled_graph_module().graph)
+    result.kernel_events = events
+    if record.options.verify:
+        where = f"Inductor's {result.phase} kernels of units {', '.join(record.unit_names)}"
+        result.kernel_report = verify_schedule(events, prefetch=record.options.prefetch, where=where)
+    return snodes
+
+
+def graph_text(graph: fx.Graph) -> str:
+    """The graph as one line per node: name, shape and dtype, op and arguments; without paths or addresses."""
+    lines = []
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        kind = ""
+        if isinstance(value, torch.Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            kind = f": {dtype}[{', '.join(str(size) for size in value.shape)}]"
+        if node.op == "placeholder":
+            lines.append(f"{node.name}{kind} = input")
+        elif node.op == "output":
+            lines.append(f"return {_arguments_text(node.args[0])}")
+        else:
+            target = node.target
+            name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+            if isinstance(target, torch._ops.OpOverload):
+                name = str(target)
+            arguments = [_arguments_text(arg) for arg in node.args]
+            arguments += [f"{key}={_arguments_text(arg)}" for key, arg in node.kwargs.items()]
+            lines.append(f"{node.name}{kind} = {name}({', '.join(arguments)})")
+    return "\n".join(lines)
+
+
+def _arguments_text(argument: Any) -> str:
+    if isinstance(argument, list | tuple):
+        return "[" + ", ".join(_arguments_text(item) for item in argument) + "]"
+    return repr(argument) if isinstance(argument, str) else str(argument)

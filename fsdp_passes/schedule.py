@@ -1,0 +1,185 @@
+"""The schedule of a graph as data: buckets of collectives, and the events of a graph or of Inductor's kernels in order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fsdp_passes._torch_compat import scheduler_node_kind
+from fsdp_passes.ops import REGION_BEGIN, REGION_END
+
+ALL_GATHER = "all_gather"
+REDUCE_SCATTER = "reduce_scatter"
+
+BUCKET_META = "fsdp_bucket"
+ROLE_META = "fsdp_role"
+PREPARE, START, WAIT, FINISH = "prepare", "start", "wait", "finish"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """One collective: the parameters of one unit that travel together.
+
+    Attributes:
+        kind: ALL_GATHER or REDUCE_SCATTER.
+        index: position among the buckets of this kind in the graph.
+        unit: index of the unit in the graph, in order of first use in the user's code.
+        num_params: parameters in it.
+        num_bytes: bytes of the gathered tensors, or of the gradients before reduction, padding included.
+        dtype: dtype on the wire.
+        reshard: whether the gathered tensors are dropped after the forward (all-gathers only).
+    """
+
+    kind: str
+    index: int
+    unit: int
+    num_params: int
+    num_bytes: int
+    dtype: torch.dtype
+    reshard: bool = True
+
+    @property
+    def label(self) -> str:
+        """Short name for messages: `all_gather 3 (unit 2)`."""
+        return f"{self.kind} {self.index} (unit {self.unit})"
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleEvent:
+    """One step of a schedule.
+
+    Attributes:
+        kind: "start", "wait", "compute", "region_begin" or "region_end".
+        name: of the graph node or kernel.
+        bucket: the collective that is started or awaited.
+        reads: buckets whose results a compute step reads, directly or through views and casts.
+        is_heavy: whether a compute step holds a matrix product, a convolution or the like.
+        text: the region's phase, for region events.
+    """
+
+    kind: str
+    name: str
+    bucket: Bucket | None = None
+    reads: tuple[Bucket, ...] = ()
+    is_heavy: bool = False
+    text: str = ""
+
+
+def bucket_of(node: fx.Node) -> Bucket | None:
+    """The bucket that a node was made for, if any."""
+    return node.meta.get(BUCKET_META)
+
+
+def role_of(node: fx.Node) -> str | None:
+    """PREPARE, START, WAIT or FINISH for a bucket's nodes."""
+    return node.meta.get(ROLE_META)
+
+
+_HEAVY = ("mm", "bmm", "addmm", "baddbmm", "addbmm", "convolution", "convolution_backward", "dot", "mv", "addmv")
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Whether a node is worth hiding communication behind: matrix products, convolutions, attention, foreign ops."""
+    target = node.target
+    if node.op != "call_function":
+        return False
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    name = target._schema.name.split("::")[1]
+    if target.namespace in ("aten", "prims", "inductor_prims"):
+        return name in _HEAVY or "attention" in name or name.startswith(("_scaled_mm", "_cdist", "_fft"))
+    return target.namespace not in ("_c10d_functional", "fsdp_passes")
+
+
+def gathered_reads(graph: fx.Graph) -> dict[fx.Node, tuple[Bucket, ...]]:
+    """For each compute node, the buckets whose results it reads through nothing but views and casts."""
+    reads: dict[fx.Node, tuple[Bucket, ...]] = {}
+    carries: dict[fx.Node, tuple[Bucket, ...]] = {}
+    for node in graph.nodes:
+        bucket = bucket_of(node)
+        if bucket is not None:
+            if role_of(node) in (WAIT, FINISH):
+                carries[node] = (bucket,)
+            continue
+        if node.op != "call_function":
+            continue
+        seen = dict.fromkeys(b for arg in node.all_input_nodes for b in carries.get(arg, ()))
+        if seen:
+            reads[node] = tuple(seen)
+            if isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+                carries[node] = tuple(seen)
+    return reads
+
+
+def events_from_graph(graph: fx.Graph) -> list[ScheduleEvent]:
+    """The schedule of an FX graph, in the order of its nodes."""
+    reads = gathered_reads(graph)
+    events = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        event = _event_of_node(node, reads)
+        if event is not None:
+            events.append(event)
+    return events
+
+
+def _event_of_node(node: fx.Node, reads: dict[fx.Node, tuple[Bucket, ...]]) -> ScheduleEvent | None:
+    bucket, role = bucket_of(node), role_of(node)
+    if node.target is REGION_BEGIN:
+        return ScheduleEvent("region_begin", node.name, text=str(node.args[1]))
+    if node.target is REGION_END:
+        return ScheduleEvent("region_end", node.name)
+    if bucket is not None:
+        if role == START or (role == WAIT and node.target is torch.ops._c10d_functional.wait_tensor.default):
+            return ScheduleEvent(role, node.name, bucket)
+        return None
+    return ScheduleEvent("compute", node.name, reads=reads.get(node, ()), is_heavy=is_heavy(node))
+
+
+def events_from_kernels(snodes: Sequence[Any], graph: fx.Graph) -> list[ScheduleEvent]:
+    """The schedule of Inductor's scheduler nodes, in their final order; a kernel reads what any of its origins in
+    `graph` reads."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    graph_reads = gathered_reads(graph)
+    events = []
+    for snode in snodes:
+        nodes = origins_in_order(snode, position)
+        if not nodes:
+            continue
+        kind, name = scheduler_node_kind(snode), snode.get_name()
+        bucket = next((bucket_of(node) for node in nodes if bucket_of(node) is not None), None)
+        if kind in ("collective", "wait"):
+            if bucket is not None:
+                events.append(ScheduleEvent("start" if kind == "collective" else "wait", name, bucket))
+        elif kind == "region":
+            target = nodes[-1].target
+            begins = target is REGION_BEGIN
+            events.append(
+                ScheduleEvent(
+                    "region_begin" if begins else "region_end", name, text=str(nodes[-1].args[1]) if begins else ""
+                )
+            )
+        elif kind == "compute" and any(bucket_of(node) is None for node in nodes):
+            reads = dict.fromkeys(b for node in nodes for b in graph_reads.get(node, ()))
+            heavy = any(is_heavy(node) for node in nodes)
+            events.append(ScheduleEvent("compute", name, reads=tuple(reads), is_heavy=heavy))
+    return events
+
+
+def origins_in_order(snode: Any, position: dict[fx.Node, int]) -> list[fx.Node]:
+    """The FX nodes that a scheduler node was made from, in graph order."""
+    found = {
+        origin
+        for part in snode.get_nodes()
+        if part.node is not None
+        for origin in part.node.get_origins()
+        if origin in position
+    }
+    return sorted(found, key=lambda node: position[node])

@@ -1,0 +1,289 @@
+"""`fully_shard`: parameters become shards, modules become units."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_passes.context import FsdpContext
+from fsdp_passes.errors import (
+    AlreadyShardedError,
+    CapturedParameterError,
+    ForeignDTensorError,
+    IntegerParameterError,
+    MeshError,
+    NoProcessGroupError,
+    UnitPatternError,
+    UnsupportedArgumentError,
+    UnsupportedParameterError,
+    WrapOrderError,
+)
+from fsdp_passes.parameter import FsdpParameter
+from fsdp_passes.unit import FsdpUnit, unit_of
+
+# On an original parameter: the FsdpParameter that took its place, for modules that still hold the original.
+_REPLACED_BY = "_fsdp_replaced_by"
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    units: Sequence[str] | None = None,
+) -> nn.Module:
+    """Shard the parameters of `module` over `mesh`, as one unit.
+
+    A unit owns every parameter below its module that no nested unit owns; its parameters are gathered together. Call it
+    on the innermost modules first and on the root last. Parameters become `DTensor(Shard(0))`.
+
+    Args:
+        module: changed in place. Modules with parameters change their class to a subclass.
+        mesh: one dimension; by default all ranks.
+        reshard_after_forward: whether gathered parameters are dropped between forward and backward. None: yes, except
+            for the root.
+        shard_placement_fn: not supported yet.
+        mp_policy: `param_dtype` is the dtype of gathered parameters (cast before the gather), `reduce_dtype` that of
+            the gradient reduction. The gradient has the parameter's own dtype.
+        offload_policy: not supported yet.
+        ignored_params: parameters to leave as they are.
+        units: patterns of module paths; each matching module becomes a unit first, the innermost first. "*" matches
+            within one part of a path, "**" any number of parts.
+
+    Returns:
+        `module`.
+
+    Raises:
+        An error of `fsdp_passes.errors`; the model is then as it was before the call.
+    """
+    _check_arguments(reshard_after_forward, shard_placement_fn, offload_policy)
+    mesh = _check_mesh(mesh)
+    mp_policy = mp_policy or MixedPrecisionPolicy()
+    ignored = set(ignored_params or ())
+    targets = [*_match_units(module, units or ()), module]
+    plans = _plan(targets, mesh, ignored)
+    for target, params in plans:
+        _make_unit(target, params, mesh, mp_policy, reshard_after_forward, ignored)
+    return module
+
+
+# ---- checks: everything is checked before anything is changed --------------------------------------------------------
+
+
+def _check_arguments(reshard_after_forward: Any, shard_placement_fn: Any, offload_policy: Any) -> None:
+    if reshard_after_forward not in (None, True, False) or type(reshard_after_forward) is int:
+        raise UnsupportedArgumentError("reshard_after_forward", reshard_after_forward, "Use True, False or None.")
+    if shard_placement_fn is not None:
+        raise UnsupportedArgumentError(
+            "shard_placement_fn", shard_placement_fn, "Leave it out: parameters are sharded along dimension 0."
+        )
+    if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
+        raise UnsupportedArgumentError("offload_policy", offload_policy, "Leave it out: parameters stay on the device.")
+
+
+def _check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    if not dist.is_initialized():
+        raise NoProcessGroupError
+    if mesh is None:
+        device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        return init_device_mesh(device_type, (dist.get_world_size(),))
+    if mesh.ndim != 1:
+        raise MeshError(f"one with {mesh.ndim} dimensions, {mesh.mesh_dim_names or tuple(mesh.shape)}")
+    return mesh
+
+
+def _match_units(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    """Modules that match any pattern, innermost first and otherwise in module order."""
+    paths = [(path, child) for path, child in module.named_modules() if path]
+    matched: dict[nn.Module, str] = {}
+    for pattern in patterns:
+        hits = [
+            (path, child)
+            for path, child in paths
+            if _path_matches(path.split("."), pattern.split(".")) and any(True for _ in child.parameters())
+        ]
+        if not hits:
+            available = [path for path, child in paths if any(True for _ in child.parameters())]
+            raise UnitPatternError(pattern, available)
+        matched.update({child: path for path, child in hits})
+    return sorted(matched, key=lambda child: -matched[child].count("."))
+
+
+def _path_matches(path: list[str], pattern: list[str]) -> bool:
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return any(_path_matches(path[i:], pattern[1:]) for i in range(len(path) + 1))
+    return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _path_matches(path[1:], pattern[1:])
+
+
+Named = list[tuple[nn.Parameter, list[tuple[nn.Module, str]], str]]
+
+
+def _plan(targets: list[nn.Module], mesh: DeviceMesh, ignored: set[nn.Parameter]) -> list[tuple[nn.Module, Named]]:
+    """For each unit to make, the parameters that it will own, with every reference to each. Checks all of them."""
+    taken: set[nn.Parameter] = set()
+    plans = []
+    for target in targets:
+        if unit_of(target) is not None:
+            raise AlreadyShardedError(type(target).__name__)
+        plan: Named = []
+        index: dict[nn.Parameter, int] = {}
+        for owner, name, path in _parameters_below(target):
+            param = owner._parameters[name]
+            assert param is not None
+            if param in ignored or param in taken or getattr(param, _REPLACED_BY, None) is not None:
+                continue
+            if param in index:
+                plan[index[param]][1].append((owner, name))
+                continue
+            if _is_ours(owner, name):
+                if not _is_below_unit(target, owner):
+                    raise WrapOrderError(type(target).__name__, path, owner._fsdp_parameters[name].unit.display_name)
+                continue
+            _check_parameter(param, path, mesh)
+            index[param] = len(plan)
+            plan.append((param, [(owner, name)], path))
+        _check_captured(target, plan)
+        taken.update(index)
+        plans.append((target, plan))
+    return plans
+
+
+def _parameters_below(module: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    for prefix, child in module.named_modules():
+        for name, param in child._parameters.items():
+            if param is not None:
+                yield child, name, f"{prefix}.{name}" if prefix else name
+
+
+def _is_ours(owner: nn.Module, name: str) -> bool:
+    return name in owner.__dict__.get("_fsdp_parameters", ())
+
+
+def _is_below_unit(target: nn.Module, owner: nn.Module) -> bool:
+    """Whether a unit nested in `target` holds `owner`."""
+    return any(
+        unit_of(child) is not None and any(owner is grandchild for grandchild in child.modules())
+        for child in target.modules()
+    )
+
+
+def _check_parameter(param: nn.Parameter, path: str, mesh: DeviceMesh) -> None:
+    if isinstance(param, DTensor):
+        raise ForeignDTensorError(path, f"mesh {param.device_mesh} as {param.placements}", str(mesh))
+    if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
+        raise IntegerParameterError(path, param.dtype)
+    if param.dim() == 0:
+        raise UnsupportedParameterError(
+            path, "a scalar", "Give it the shape (1,), or pass it in ignored_params and reduce its gradient yourself."
+        )
+    if param.numel() == 0:
+        raise UnsupportedParameterError(path, f"the empty shape {tuple(param.shape)}", "Pass it in ignored_params.")
+
+
+def _check_captured(target: nn.Module, plan: Named) -> None:
+    """Find lists, tuples and dicts of parameters in module attributes (nn.LSTM keeps its flat weights so)."""
+    ids = {id(param): path for param, _, path in plan}
+    for prefix, child in target.named_modules():
+        for attribute, value in child.__dict__.items():
+            if attribute in ("_parameters", "_buffers", "_modules"):
+                continue
+            items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            for item in items:
+                if isinstance(item, nn.Parameter) and id(item) in ids:
+                    raise CapturedParameterError(ids[id(item)], f"{prefix or 'the module'}", attribute)
+
+
+# ---- changes ---------------------------------------------------------------------------------------------------------
+
+
+def _make_unit(
+    module: nn.Module,
+    plan: Named,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | None,
+    ignored: set[nn.Parameter],
+) -> None:
+    context = FsdpContext()
+    unit = FsdpUnit(module, mesh, mp_policy, reshard_after_forward, [], context)
+    if mesh.device_type == "cuda":
+        _move_to_device(module, plan, ignored)
+    for param, references, path in plan:
+        fsdp_param = FsdpParameter(param, path, mesh, mp_policy)
+        fsdp_param.unit = unit
+        unit.params.append(fsdp_param)
+        for owner, name in references:
+            _refer(owner, name, fsdp_param)
+        setattr(param, _REPLACED_BY, fsdp_param)
+    # A weight that is tied to a parameter of a nested unit: that unit owns it, and this reference follows.
+    for owner, name, _ in list(_parameters_below(module)):
+        replaced_by = getattr(owner._parameters[name], _REPLACED_BY, None)
+        if replaced_by is not None:
+            _refer(owner, name, replaced_by)
+    module.__dict__["_fsdp_unit"] = unit
+    for prefix, child in module.named_modules():
+        nested = unit_of(child)
+        if nested is None or nested is unit:
+            continue
+        if nested.context is not context:
+            context.adopt(nested.context)
+        nested.rename(prefix, is_root=False)
+    context.units.append(unit)
+
+
+def _move_to_device(module: nn.Module, plan: Named, ignored: set[nn.Parameter]) -> None:
+    """As FSDP2 does: CPU parameters and buffers of this unit go to the current CUDA device; meta ones stay."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    tensors = [param for param, _, _ in plan] + list(module.buffers()) + [p for p in module.parameters() if p in ignored]
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.to(device)
+
+
+def _refer(owner: nn.Module, name: str, fsdp_param: FsdpParameter) -> None:
+    """Let `owner.<name>` be `fsdp_param`."""
+    fsdp_param.references.append((owner, name))
+    table = owner.__dict__.setdefault("_fsdp_parameters", {})
+    table[name] = fsdp_param
+    owner._parameters[name] = fsdp_param.initial_sharded_param
+    base = type(owner).__dict__.get("_fsdp_original_class", type(owner))
+    owner.__class__ = _sharded_class(base, tuple(sorted(table)))
+
+
+@functools.lru_cache(maxsize=None)
+def _sharded_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """The subclass of `original` whose parameters `names` show the face that the caller needs.
+
+    One class per original class and names: Dynamo's guards check the class, so a class per module would cost a
+    compilation per layer.
+    """
+    namespace: dict[str, Any] = {name: property(functools.partial(_face, name)) for name in names}
+    namespace["_fsdp_original_class"] = original
+    namespace["__module__"] = original.__module__
+    return type(f"Fsdp{original.__name__}", (original,), namespace)
+
+
+def _face(name: str, module: nn.Module) -> torch.Tensor:
+    """What `module.<name>` gives: the placeholder to a compiler, the gathered parameter to an eager forward, and the
+    sharded DTensor to everybody else."""
+    param: FsdpParameter = module.__dict__["_fsdp_parameters"][name]
+    if torch.compiler.is_compiling() or param.is_unsharded:
+        return param.placeholder
+    sharded = module._parameters[name]
+    assert sharded is not None
+    return sharded

@@ -1,0 +1,66 @@
+"""FsdpUnit: what one `fully_shard` call owns."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_passes.parameter import FsdpParameter
+from fsdp_passes.regions import encode_label
+
+if TYPE_CHECKING:
+    from fsdp_passes.context import FsdpContext
+
+ROOT_LABEL = "root"
+
+
+@dataclasses.dataclass(eq=False)
+class FsdpUnit:
+    """A module, the parameters that one all-gather brings together for it, and how they are treated.
+
+    Attributes:
+        module: the module that `fully_shard` was called on.
+        params: the parameters that this unit owns, in module order, each once.
+        name: path of `module` in the outermost sharded module; "" for that module itself.
+        is_root: whether no sharded module contains this one.
+        reshard_after_forward: None leaves the choice to `reshards_after_forward`.
+        context: shared with the root and every unit nested in it.
+        label: the name as data for compiled graphs, uint8 of shape (LABEL_BYTES,).
+    """
+
+    module: nn.Module
+    mesh: DeviceMesh
+    mp_policy: MixedPrecisionPolicy
+    reshard_after_forward: bool | None
+    params: list[FsdpParameter]
+    context: FsdpContext
+    name: str = ""
+    is_root: bool = True
+    label: torch.Tensor = dataclasses.field(default_factory=lambda: encode_label(ROOT_LABEL))
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether gathered parameters are dropped between forward and backward; by default all units but the root,
+        whose parameters would be gathered again at once."""
+        return (not self.is_root) if self.reshard_after_forward is None else self.reshard_after_forward
+
+    @property
+    def display_name(self) -> str:
+        """The name in labels and messages."""
+        return self.name or ROOT_LABEL
+
+    def rename(self, name: str, *, is_root: bool) -> None:
+        """Called when a surrounding module is sharded: only then is the path from the root known."""
+        self.name = name
+        self.is_root = is_root
+        encode_label(self.display_name, out=self.label)
+
+
+def unit_of(module: nn.Module) -> FsdpUnit | None:
+    """The unit whose `fully_shard` call was on this very module."""
+    return module.__dict__.get("_fsdp_unit")
