@@ -16,8 +16,9 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
+from torch._inductor import config as inductor_config
 from torch._inductor import ir
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
@@ -157,3 +158,36 @@ def copy_dynamo_graph(gm: fx.GraphModule) -> fx.GraphModule:
     if hasattr(gm, "_param_name_to_source"):
         result._param_name_to_source = gm._param_name_to_source
     return result
+
+
+# Inductor's own schedulers of communication. Each of them would move our collectives after they were placed and
+# verified; `enable_simple_overlap` is on by default since 2.14 and runs behind the last custom pass, where it sinks
+# each wait to its own first use and so lets buffers be reused between the waits of one group.
+_INDUCTOR_SCHEDULERS = {
+    "aten_distributed_optimizations.enable_simple_overlap": False,
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    "_micro_pipeline_tp": False,
+}
+
+
+def inductor_schedulers_off() -> dict[str, Any]:
+    """Settings that keep this release's Inductor from scheduling communication itself."""
+    known = inductor_config.get_config_copy()
+    return {name: value for name, value in _INDUCTOR_SCHEDULERS.items() if name in known}
+
+
+def compile_fx_and_inspect(
+    gm: fx.GraphModule, inputs: list[Any], patches: dict[str, Any], inspect: Callable[[str, bool], None]
+) -> Callable[..., Any]:
+    """`compile_fx`; `inspect(source, is_backward)` sees the generated code of each graph, from a warm cache too."""
+
+    def inner_compile(graph: fx.GraphModule, graph_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        output = compile_fx_inner(graph, graph_inputs, **kwargs)
+        source = getattr(output, "source_code", None)
+        if source:
+            inspect(source, bool(kwargs.get("is_backward")))
+        return output
+
+    return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)

@@ -16,6 +16,7 @@ from fsdp_passes._torch_compat import (
     compile_fx,
     copy_dynamo_graph,
     detect_fake_mode,
+    inductor_schedulers_off,
     make_dtensor,
     min_cut_rematerialization_partition,
     wrap_boxed,
@@ -128,6 +129,7 @@ def _compile_inner(
         patches = dict(inductor_options)
         if lower is not None:
             patches |= {
+                **inductor_schedulers_off(),
                 "joint_custom_post_pass": TagJointGraph(),
                 "post_grad_custom_post_pass": lower,
                 "_pre_fusion_custom_pass": fence_reductions,

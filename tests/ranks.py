@@ -1,0 +1,125 @@
+"""Real gloo ranks for tests: processes that stay alive and run one function after another.
+
+`pool.run("tests.distributed.module:function", **kwargs)` calls the function on every rank and returns the list of its
+results. A test that raises on any rank fails with that rank's traceback. Ranks that do not answer in time are killed
+and the test fails, so that a hang costs one time limit and not the whole run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from typing import Any
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(rank: int, world_size: int, port: int, backend: str, environment: dict[str, str], pipe: Any) -> None:
+    os.environ.update(environment)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank)
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend)
+    pipe.send(("ready", None))
+    while True:
+        try:
+            request = pipe.recv()
+        except EOFError:
+            break
+        if request is None:
+            break
+        target, kwargs = request
+        module, function = target.split(":")
+        try:
+            torch.manual_seed(0)
+            torch._dynamo.reset()
+            result = getattr(importlib.import_module(module), function)(**kwargs)
+            pipe.send(("ok", result))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class RankPool:
+    """`world_size` processes in one gloo group (or NCCL, for GPU tests)."""
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        backend: str = "gloo",
+        timeout_s: float = 240.0,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.world_size = world_size
+        self.backend = backend
+        self.timeout_s = timeout_s
+        self.environment = environment or {}
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank, self.world_size, port, self.backend, self.environment, theirs),
+                daemon=True,
+            )
+            process.start()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        self._collect("start")
+
+    def _collect(self, what: str) -> list[Any]:
+        deadline = time.monotonic() + self.timeout_s
+        results: dict[int, Any] = {}
+        while len(results) < self.world_size:
+            for rank, pipe in enumerate(self._pipes):
+                if rank in results or not pipe.poll(0.02):
+                    continue
+                try:
+                    status, value = pipe.recv()
+                except EOFError:
+                    status, value = "error", "the process ended without an answer"
+                if status == "error":
+                    self.close()
+                    raise AssertionError(f"rank {rank} failed in {what}:\n{value}")
+                results[rank] = value
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(self.world_size)) - set(results))
+                self.close()
+                raise AssertionError(f"{what}: ranks {missing} gave no answer within {self.timeout_s:.0f} s")
+        return [results[rank] for rank in range(self.world_size)]
+
+    def run(self, target: str, **kwargs: Any) -> list[Any]:
+        """Call `module:function` with `kwargs` on every rank; the results in order of rank."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((target, kwargs))
+        return self._collect(target)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []

@@ -1,0 +1,115 @@
+"""Train a model in three ways on the same global batches and compare; runs on the ranks of a pool."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import torch.distributed._functional_collectives  # noqa: F401
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Batch = tuple[Tensor, ...]
+
+
+@dataclasses.dataclass
+class Result:
+    """Losses averaged over the ranks, whole gradients of the last step, whole parameters at the end."""
+
+    losses: list[float]
+    grads: dict[str, Tensor]
+    params: dict[str, Tensor]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor of a DTensor, a detached copy of anything else."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def my_share(batch: Batch) -> Batch:
+    """This rank's rows of a global batch."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return tuple(t.chunk(world_size)[rank] for t in batch)
+
+
+def train(
+    model: nn.Module,
+    batches: list[Batch],
+    *,
+    sharded: bool,
+    call: Callable[..., Tensor] | None = None,
+    lr: float = 1e-2,
+    clip: float | None = 1.0,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+) -> Result:
+    """Train; with `sharded`, each rank takes its share of every batch, else all of it.
+
+    `call` is what computes the loss (the compiled model), by default the model itself.
+    """
+    call = call or model
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    opt = optimizer(trainable, lr=lr)
+    losses, grads = [], {}
+    for step, batch in enumerate(batches):
+        loss = call(*(my_share(batch) if sharded else batch))
+        loss.backward()
+        mean = loss.detach().float().clone()
+        if sharded:
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        losses.append(mean.item())
+        if step == len(batches) - 1:
+            grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(trainable, clip)
+        opt.step()
+        opt.zero_grad()
+    return Result(losses, grads, {name: whole(p) for name, p in model.named_parameters()})
+
+
+def assert_same(found: Result, expected: Result, *, atol: float = 1e-5, check_grads: bool = True) -> None:
+    """Losses, last gradients and parameters agree within `atol` (absolute), name by name."""
+    torch.testing.assert_close(found.losses, expected.losses, rtol=0, atol=atol)
+    assert found.params.keys() == expected.params.keys()
+    for name, value in expected.params.items():
+        torch.testing.assert_close(found.params[name], value, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+    if check_grads:
+        assert found.grads.keys() == expected.grads.keys()
+        for name, value in expected.grads.items():
+            torch.testing.assert_close(
+                found.grads[name], value, rtol=0, atol=atol, msg=lambda m, n=name: f"gradient of {n}: {m}"
+            )
+
+
+def build(make: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, nn.Module]:
+    """Two equal copies of one model, the same on every rank."""
+    torch.manual_seed(seed)
+    model = make()
+    return model, copy.deepcopy(model)
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("_c10d_functional", "c10d"):
+            self.ops.append(func._schema.name.split("::")[1])
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def recorded_collectives() -> Iterator[list[str]]:
+    """The names of the collectives that run inside, in order (works for aot_eager and eager; Inductor's generated code
+    is seen as well, since it calls the operators through the dispatcher)."""
+    counter = _Counter()
+    with counter:
+        yield counter.ops
