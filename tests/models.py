@@ -13,7 +13,8 @@ class Block(nn.Module):
     def __init__(self, dim: int, hidden: int | None = None) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim)
-        self.qkv = nn.Linear(dim, 3 * dim)
+        # No bias: the gradient of the keys' bias is zero but for rounding, which Adam scales up to a full step.
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.proj = nn.Linear(dim, dim)
         self.norm2 = nn.LayerNorm(dim)
         self.up = nn.Linear(dim, hidden or 4 * dim)

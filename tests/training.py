@@ -6,15 +6,11 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-import torch.distributed._functional_collectives  # noqa: F401
-from torch.utils._python_dispatch import TorchDispatchMode
 
 Batch = tuple[Tensor, ...]
 
@@ -45,7 +41,7 @@ def train(
     *,
     sharded: bool,
     call: Callable[..., Tensor] | None = None,
-    lr: float = 1e-2,
+    lr: float = 2e-3,
     clip: float | None = 1.0,
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> Result:
@@ -53,7 +49,7 @@ def train(
 
     `call` is what computes the loss (the compiled model), by default the model itself.
     """
-    call = call or model
+    call = model if call is None else call
     trainable = [p for p in model.parameters() if p.requires_grad]
     opt = optimizer(trainable, lr=lr)
     losses, grads = [], {}
@@ -95,21 +91,15 @@ def build(make: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, nn.M
     return model, copy.deepcopy(model)
 
 
-class _Counter(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("_c10d_functional", "c10d"):
-            self.ops.append(func._schema.name.split("::")[1])
-        return func(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def recorded_collectives() -> Iterator[list[str]]:
-    """The names of the collectives that run inside, in order (works for aot_eager and eager; Inductor's generated code
-    is seen as well, since it calls the operators through the dispatcher)."""
-    counter = _Counter()
-    with counter:
-        yield counter.ops
+    """The collectives that start inside, in order, as the profiler saw them: generated code and eager code alike."""
+    names: list[str] = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        yield names
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    names += [
+        event.name.split("::")[1]
+        for event in events
+        if event.name.startswith("_c10d_functional::") and "wait_tensor" not in event.name
+    ]
