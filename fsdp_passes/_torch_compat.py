@@ -7,7 +7,7 @@ package imports a name with a leading underscore from torch; `tests/test_torch_c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +118,16 @@ def scheduler_node_kind(snode: Any) -> str:
     if overload is not None and str(getattr(overload, "namespace", "")) == "fsdp_passes":
         return "region"
     return "compute"
+
+
+def collective_name(snode: Any) -> str:
+    """The operator of a scheduler node of kind 'collective', without namespace and overload."""
+    return snode.node.op_overload._schema.name.split("::")[1]
+
+
+def is_deterministic(inductor_options: Mapping[str, Any]) -> bool:
+    """Whether Inductor runs in its deterministic mode, in which it skips the last reordering passes."""
+    return bool(inductor_options.get("deterministic", inductor_config.deterministic))
 
 
 def add_order_dependency(snode: Any, earlier: Any) -> None:

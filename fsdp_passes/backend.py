@@ -14,9 +14,11 @@ from torch.distributed.tensor import DTensor
 from fsdp_passes._torch_compat import (
     aot_autograd,
     compile_fx,
+    compile_fx_and_inspect,
     copy_dynamo_graph,
     detect_fake_mode,
     inductor_schedulers_off,
+    is_deterministic,
     make_dtensor,
     min_cut_rematerialization_partition,
     wrap_boxed,
@@ -28,8 +30,14 @@ from fsdp_passes.parameter import FsdpParameter, fsdp_parameter_of
 from fsdp_passes.passes.fence_reductions import fence_reductions
 from fsdp_passes.passes.find_parameter_uses import find_parameter_uses
 from fsdp_passes.passes.insert_unshard import insert_unshard
-from fsdp_passes.passes.pin_schedule import pin_schedule
-from fsdp_passes.pipeline import LowerAndSchedule, TagJointGraph, start_record, verify_kernel_order
+from fsdp_passes.pipeline import (
+    CompilationRecord,
+    LowerAndSchedule,
+    TagJointGraph,
+    pin_and_verify,
+    start_record,
+    verify_generated_code,
+)
 from fsdp_passes.regions import close_regions_above, num_open_regions
 
 Compiled = Callable[..., Any]
@@ -78,7 +86,12 @@ def overlap_fsdp(
     record = start_record([units[index].display_name for index in sorted(units)], settings)
     positions = [use.position for use in uses]
     inner = _compile_inner(gm, _local_inputs(example_inputs, positions, label_from), settings, inductor_options, record)
-    return functools.partial(_run, inner, original, positions, label_from, settings)
+
+    def recompile(*args: Any) -> Any:
+        # Dynamo traces its own graph again; its guards on this call's frame fail at the next call.
+        return torch.compile(original, backend=overlap_fsdp, mode=mode, options=dict(options or {}))(*args)
+
+    return functools.partial(_run, inner, recompile, positions, label_from, settings)
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:
@@ -122,27 +135,36 @@ def _compile_inner(
     inputs: list[Any],
     settings: OverlapOptions,
     inductor_options: dict[str, Any],
-    record: Any = None,
+    record: CompilationRecord | None = None,
 ) -> Compiled:
-    lower = LowerAndSchedule(settings, record) if record is not None else None
-    if settings.inner == "inductor":
-        patches = dict(inductor_options)
-        if lower is not None:
-            patches |= {
-                **inductor_schedulers_off(),
-                "joint_custom_post_pass": TagJointGraph(),
-                "post_grad_custom_post_pass": lower,
-                "_pre_fusion_custom_pass": fence_reductions,
-                "reorder_for_compute_comm_overlap": True,
-                "reorder_for_compute_comm_overlap_passes": [pin_schedule, verify_kernel_order],
-            }
-        return compile_fx(gm, inputs, config_patches=patches)
-    return _compile_aot(gm, inputs, lower, TagJointGraph())
+    if settings.inner != "inductor":
+        lower = LowerAndSchedule(settings, record) if record is not None else None
+        return _compile_aot(gm, inputs, lower, run_node_by_node=settings.inner == "eager")
+    if record is None:
+        return compile_fx(gm, inputs, config_patches=inductor_options)
+    patches = {
+        **inductor_schedulers_off(),
+        **inductor_options,
+        "joint_custom_post_pass": TagJointGraph(),
+        "post_grad_custom_post_pass": LowerAndSchedule(settings, record),
+        "_pre_fusion_custom_pass": fence_reductions,
+    }
+    if is_deterministic(inductor_options):
+        # This mode skips the reordering passes below, so that the order after fusion has to be the last one.
+        patches |= {"_post_fusion_custom_pass": pin_and_verify, "reorder_for_peak_memory": False}
+    else:
+        patches |= {
+            "reorder_for_compute_comm_overlap": True,
+            "reorder_for_compute_comm_overlap_passes": [pin_and_verify],
+        }
+    return compile_fx_and_inspect(gm, inputs, patches, functools.partial(verify_generated_code, record))
 
 
 def _compile_aot(
-    gm: fx.GraphModule, inputs: list[Any], lower: LowerAndSchedule | None, tag: TagJointGraph
+    gm: fx.GraphModule, inputs: list[Any], lower: LowerAndSchedule | None, *, run_node_by_node: bool
 ) -> Compiled:
+    tag = TagJointGraph()
+
     def compile_graph(graph_module: fx.GraphModule, _: Sequence[Any]) -> Compiled:
         if lower is not None:
             lower(graph_module.graph)
@@ -151,6 +173,8 @@ def _compile_aot(
         def run(args: list[Any]) -> Any:
             inputs = list(args)
             args.clear()
+            if run_node_by_node:
+                return fx.Interpreter(graph_module).run(*inputs)
             return graph_module.forward(*inputs)
 
         return wrap_boxed(run)
@@ -198,7 +222,7 @@ class _HandOutShards(torch.autograd.Function):
 
 def _run(
     inner: Compiled,
-    gm: fx.GraphModule,
+    recompile: Compiled,
     positions: Sequence[int],
     label_from: Sequence[int],
     settings: OverlapOptions,
@@ -207,8 +231,12 @@ def _run(
     """Replace each placeholder that Dynamo passed by the shard behind that very object, and run the graph.
 
     The positions are the graph's; the parameters are this call's. One artifact serves every layer with the same code.
+    A parameter that was frozen or unfrozen since the graph was compiled needs another graph: a gradient would be
+    missing or reduced for nothing.
     """
     params = [_parameter_at(args, position) for position in positions]
+    if any([param.sync_requires_grad() for param in params]):  # a list: every parameter is to be synchronized
+        return recompile(*args)
     inputs = list(args)
     trainable: list[tuple[int, FsdpParameter]] = []
     needs_grad = torch.is_grad_enabled()

@@ -24,14 +24,21 @@ from fsdp_passes._torch_compat import (
     is_backward_graph,
     scheduled_graph_module,
 )
+from fsdp_passes.generated_code import check_generated_code
 from fsdp_passes.ops import REDUCE_GRAD, UNSHARD
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.passes.annotate_regions import annotate_regions
 from fsdp_passes.passes.bucket_all_gathers import bucket_all_gathers
 from fsdp_passes.passes.bucket_reduce_scatters import bucket_reduce_scatters
+from fsdp_passes.passes.pin_schedule import pin_schedule
 from fsdp_passes.passes.schedule_one_layer_ahead import schedule_one_layer_ahead
 from fsdp_passes.passes.tag_reshard_after_forward import tag_reshard_after_forward
-from fsdp_passes.schedule import ScheduleEvent, events_from_graph, events_from_kernels
+from fsdp_passes.schedule import (
+    ScheduleEvent,
+    collective_order_of_kernels,
+    events_from_graph,
+    events_from_kernels,
+)
 from fsdp_passes.verify import ScheduleReport, verify_schedule
 
 log = logging.getLogger(__name__)
@@ -49,6 +56,8 @@ class GraphRecord:
         pass_us: pass name -> its duration in microseconds.
         events: the schedule on the FX graph.
         kernel_events: the schedule on Inductor's final order; None when another inner compiler ran.
+        kernel_collectives: every collective's start and wait in that order, the user's own included, as
+            `generated_code.collective_order` names them.
         report: what `verify_schedule` found on the FX graph; None with `verify=False`.
         kernel_report: the same on the final order.
     """
@@ -58,6 +67,7 @@ class GraphRecord:
     pass_us: dict[str, float] = dataclasses.field(default_factory=dict)
     events: list[ScheduleEvent] = dataclasses.field(default_factory=list)
     kernel_events: list[ScheduleEvent] | None = None
+    kernel_collectives: list[str] | None = None
     report: ScheduleReport | None = None
     kernel_report: ScheduleReport | None = None
 
@@ -171,10 +181,27 @@ def verify_kernel_order(snodes: list[Any]) -> list[Any]:
     record, result = found
     events = events_from_kernels(snodes, scheduled_graph_module().graph)
     result.kernel_events = events
+    result.kernel_collectives = collective_order_of_kernels(snodes)
     if record.options.verify:
         where = f"Inductor's {result.phase} kernels of units {', '.join(record.unit_names)}"
         result.kernel_report = verify_schedule(events, prefetch=record.options.prefetch, where=where)
     return snodes
+
+
+def pin_and_verify(snodes: list[Any]) -> list[Any]:
+    """`pin_schedule`, then `verify_kernel_order`, as one of Inductor's scheduler passes."""
+    return verify_kernel_order(pin_schedule(snodes))
+
+
+def verify_generated_code(record: CompilationRecord, source: str, is_backward: bool) -> None:
+    """Check the code that Inductor generated just now, or took from its cache."""
+    if not record.options.verify:
+        return
+    phase = "backward" if is_backward else "forward"
+    made = [graph for graph in record.graphs if graph.phase == phase]
+    scheduled = made[-1].kernel_collectives if made else None
+    where = f"Inductor's {phase} code of units {', '.join(record.unit_names)}"
+    check_generated_code(source, scheduled=scheduled, where=where)
 
 
 def graph_text(graph: fx.Graph) -> str:

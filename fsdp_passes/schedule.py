@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_passes._torch_compat import scheduler_node_kind
+from fsdp_passes._torch_compat import collective_name, scheduler_node_kind
 from fsdp_passes.ops import REGION_BEGIN, REGION_END
 
 ALL_GATHER = "all_gather"
@@ -183,3 +183,16 @@ def origins_in_order(snode: Any, position: dict[fx.Node, int]) -> list[fx.Node]:
         if origin in position
     }
     return sorted(found, key=lambda node: position[node])
+
+
+def collective_order_of_kernels(snodes: Sequence[Any]) -> list[str]:
+    """"start <operator>" and "wait" for each collective among Inductor's scheduler nodes, the user's own included."""
+    order = []
+    for snode in snodes:
+        for part in snode.get_nodes():
+            kind = scheduler_node_kind(part)
+            if kind == "collective":
+                order.append(f"start {collective_name(part)}")
+            elif kind == "wait":
+                order.append("wait")
+    return order

@@ -31,12 +31,37 @@ def schedule_one_layer_ahead(graph: fx.Graph, *, prefetch: int) -> bool:
     stream it would otherwise queue behind a reduction that nobody waits for. The reduction's own wait comes behind the
     next reduction's start, so that at most two units' whole gradients are alive.
 
-    The compute itself keeps its order, and so do the user's own collectives.
+    The compute itself keeps its order, and so do the user's own collectives. The exception are small steps that
+    nothing but the backward reads and that the partitioner left at the end of the forward (a norm's scale): they move
+    behind what they are made from. Inductor fuses them with it, and the kernel would take the later place.
 
     Requires: bucketed collectives.   Ensures: invariants 1 to 3.   Does nothing without buckets.
     Returns: whether the order changed.
     """
     return _Scheduler(graph, prefetch).run()
+
+
+def _saved_values_early(compute: list[fx.Node]) -> list[fx.Node]:
+    """`compute` with every light node that only the output reads moved behind its newest input."""
+    late: set[fx.Node] = set()
+    for node in reversed(compute):
+        if node.op == "call_function" and not is_heavy(node) and not node.is_impure():
+            if all(user in late or user.op == "output" for user in node.users):
+                late.add(node)
+    known = set(compute)
+    rank = {node: index for index, node in enumerate(compute)}
+    anchor: dict[fx.Node, fx.Node] = {}
+    attached: dict[fx.Node, list[fx.Node]] = {}
+    for node in compute:
+        sources = [anchor.get(arg, arg) for arg in node.all_input_nodes if arg in known]
+        if node in late and sources:
+            anchor[node] = max(sources, key=lambda source: rank[source])
+            attached.setdefault(anchor[node], []).append(node)
+    order = []
+    for node in compute:
+        if node not in anchor:
+            order += [node, *attached.get(node, ())]
+    return order
 
 
 class _Scheduler:
@@ -45,11 +70,13 @@ class _Scheduler:
         self.prefetch = prefetch
         self.before = list(graph.nodes)
         self.inputs = [node for node in self.before if node.op in ("placeholder", "get_attr")]
-        self.compute = [
-            node
-            for node in self.before
-            if bucket_of(node) is None and node.op not in ("placeholder", "get_attr", "output")
-        ]
+        self.compute = _saved_values_early(
+            [
+                node
+                for node in self.before
+                if bucket_of(node) is None and node.op not in ("placeholder", "get_attr", "output")
+            ]
+        )
         self.order: list[fx.Node] = []
         self.done: set[fx.Node] = set()
         starts: dict[Bucket, list[fx.Node]] = {}

@@ -1,0 +1,117 @@
+"""Inductor's generated Python, read as a schedule: the last level at which an order can be checked.
+
+What the scheduler was asked for and what is generated can differ: a release may add a reordering behind the last hook.
+The code is there from a warm cache too, when no pass runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from fsdp_passes.errors import ScheduleError
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeStep:
+    """One line of generated code that runs something.
+
+    Attributes:
+        kind: "start", "wait", "kernel", "region_begin" or "region_end".
+        name: the collective's operator, or the kernel's name.
+        start: for a start, a wait and what reads a collective's result: the variables of those starts.
+        text: the line, without indentation.
+    """
+
+    kind: str
+    name: str
+    start: tuple[str, ...]
+    text: str
+
+
+_START = re.compile(r"(\w+) = torch\.ops\._c10d_functional\.(\w+)\.default\(")
+_WAIT = re.compile(r"torch\.ops\._c10d_functional\.wait_tensor\.default\((\w+)\)")
+_REGION = re.compile(r"torch\.ops\.fsdp_passes\.(region_begin|region_end)\.default\((.*)\)")
+_ITEM = re.compile(r"(\w+) = (\w+)\[\d+\]$")
+_ALIAS = re.compile(r"(\w+) = (?:reinterpret_tensor\()?(\w+)\b.*(?:# (?:reuse|alias))?$")
+_KERNEL = re.compile(r"(extern_kernels\.\w+|(?:cpp|triton)_\w+(?:\.run)?|torch\.ops\.\w+\.\w+(?:\.\w+)?|\w+\.run)\(")
+
+
+def read_generated_code(source: str) -> list[CodeStep]:
+    """The steps of the generated module's `call` function (and of its partitions), in order."""
+    steps: list[CodeStep] = []
+    origin: dict[str, str] = {}  # variable -> variable of the collective whose result it is
+    inside = False
+    for raw in source.splitlines():
+        line = raw.strip()
+        if re.match(r"def (call|partition_\d+)\(", line):
+            inside = True
+        elif re.match(r"(def |class |if __name__)", line) or (raw and not raw[0].isspace() and inside):
+            inside = inside and raw[0].isspace() and not line.startswith(("def ", "class "))
+        if not inside or not line or line.startswith(("#", "del ", "assert_")):
+            continue
+        step = _read_line(line, origin)
+        if step is not None:
+            steps.append(step)
+    return steps
+
+
+def _read_line(line: str, origin: dict[str, str]) -> CodeStep | None:
+    if match := _WAIT.search(line):
+        return CodeStep("wait", "wait_tensor", (origin.get(match[1], match[1]),), line)
+    if match := _START.match(line):
+        origin[match[1]] = match[1]
+        return CodeStep("start", match[2], (match[1],), line)
+    if match := _REGION.search(line):
+        return CodeStep(match[1], match[2], (), line)
+    if match := _ITEM.match(line):
+        if match[2] in origin:
+            origin[match[1]] = origin[match[2]]
+        return None
+    if match := _KERNEL.search(line):
+        words = dict.fromkeys(re.findall(r"\w+", line[match.end() :]))
+        starts = dict.fromkeys(origin[word] for word in words if word in origin)
+        return CodeStep("kernel", match[1], tuple(starts), line)
+    if (match := _ALIAS.match(line)) and match[2] in origin and "# reuse" not in line:
+        origin[match[1]] = origin[match[2]]
+    return None
+
+
+def check_generated_code(source: str, *, scheduled: Sequence[str] | None, where: str) -> None:
+    """Raise `ScheduleError` when the code breaks invariant 1, or orders its collectives otherwise than was scheduled.
+
+    Args:
+        source: Inductor's generated Python.
+        scheduled: "start <operator>" and "wait" in the order that the scheduler was asked for; None when the code came
+            from a cache and only the code itself can be checked.
+        where: names the graph in the message.
+    """
+    steps = read_generated_code(source)
+    problems = []
+    starts = [i for i, step in enumerate(steps) if step.kind == "start"]
+    for index in starts:
+        variable, name = steps[index].start[0], f"{steps[index].name} ({steps[index].start[0]})"
+        waits = [i for i, step in enumerate(steps) if step.kind == "wait" and step.start == (variable,)]
+        if not waits or waits[0] < index:
+            problems.append(f"{name}: expected a wait behind its start, found none")
+            continue
+        between = [step.name for step in steps[waits[0] : waits[-1]] if step.kind == "kernel"]
+        if between:
+            problems.append(f"{name}: {between[0]} runs between the waits of one bucket")
+        early = [step.name for step in steps[index : waits[-1]] if step.kind == "kernel" and variable in step.start]
+        if early:
+            problems.append(f"{name}: {early[0]} reads a result before its wait")
+    if scheduled is not None and not problems:
+        found = collective_order(steps)
+        if found != list(scheduled):
+            at = next((i for i, pair in enumerate(zip(found, scheduled, strict=False)) if pair[0] != pair[1]), None)
+            place = "their number" if at is None else f"place {at}: '{found[at]}' instead of '{scheduled[at]}'"
+            problems.append(f"the code orders its collectives otherwise than they were scheduled; they differ in {place}")
+    if problems:
+        raise ScheduleError(where, problems)
+
+
+def collective_order(steps: Sequence[CodeStep]) -> list[str]:
+    """"start <operator>" and "wait" for each collective step, in order."""
+    return [f"start {step.name}" if step.kind == "start" else "wait" for step in steps if step.kind in ("start", "wait")]
