@@ -13,6 +13,7 @@ import os
 import socket
 import time
 import traceback
+import unittest.mock
 from typing import Any
 
 
@@ -23,8 +24,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _serve(rank: int, world_size: int, port: int, backend: str, environment: dict[str, str], pipe: Any) -> None:
-    os.environ.update(environment)
+def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Any) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank)
     )
@@ -56,7 +56,10 @@ def _serve(rank: int, world_size: int, port: int, backend: str, environment: dic
 
 
 class RankPool:
-    """`world_size` processes in one gloo group (or NCCL, for GPU tests)."""
+    """`world_size` processes in one gloo group (or NCCL, for GPU tests).
+
+    `environment` is in place before the interpreters start, so that it may hold PYTHONHASHSEED.
+    """
 
     def __init__(
         self,
@@ -79,11 +82,10 @@ class RankPool:
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve,
-                args=(rank, self.world_size, port, self.backend, self.environment, theirs),
-                daemon=True,
+                target=_serve, args=(rank, self.world_size, port, self.backend, theirs), daemon=True
             )
-            process.start()
+            with unittest.mock.patch.dict(os.environ, self.environment):
+                process.start()
             self._processes.append(process)
             self._pipes.append(ours)
         self._collect("start")
