@@ -23,6 +23,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor
 from torch.fx.passes.shape_prop import TensorMetadata
 from torch.utils.checkpoint import CheckpointPolicy
@@ -201,3 +202,41 @@ def compile_fx_and_inspect(
         return output
 
     return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
+
+
+# ---- eager collectives -----------------------------------------------------------------------------------------------
+
+# Renamed in 2.13; the old names warn there.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_coalesced(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> Any:
+    """Gather each input into its output with one grouped collective; returns the work to wait for."""
+    with _coalescing_manager(group=group, async_ops=True) as work:
+        for output, value in zip(outputs, inputs, strict=True):
+            _all_gather(output, value, group=group, async_op=True)
+    return work
+
+
+def reduce_scatter_coalesced(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, average: bool
+) -> Any:
+    """Reduce each input into its output with one grouped collective; returns the work to wait for."""
+    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    with _coalescing_manager(group=group, async_ops=True) as work:
+        for output, value in zip(outputs, inputs, strict=True):
+            _reduce_scatter(output, value, op=op, group=group, async_op=True)
+    return work
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Run `function` once, when the backward that is running now has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]

@@ -1,28 +1,101 @@
-"""FsdpContext: what a root and all units nested in it share."""
+"""FsdpContext: what a root and all units nested in it share, in both ways of running."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_passes._torch_compat import register_group_alias
+from fsdp_passes.regions import pop_region, push_region
 from fsdp_passes.unit import FsdpUnit
 
 # Behind a group's name: the group that carries reduce-scatters when they have a communication stream of their own.
 REDUCE_GROUP_SUFFIX = ":reduce"
 
-_reduce_groups: dict[str, dist.ProcessGroup] = {}
+
+class Phase(enum.Enum):
+    """Where a unit is between two optimizer steps."""
+
+    RESTING = "resting"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+# A unit that runs twice enters its forward from the backward too: activation checkpointing recomputes there.
+ALLOWED_TRANSITIONS = {
+    (Phase.RESTING, Phase.FORWARD),
+    (Phase.FORWARD, Phase.FORWARD),
+    (Phase.FORWARD, Phase.RESTING),
+    (Phase.FORWARD, Phase.BACKWARD),
+    (Phase.RESTING, Phase.BACKWARD),
+    (Phase.BACKWARD, Phase.BACKWARD),
+    (Phase.BACKWARD, Phase.RESTING),
+}
+
+
+@dataclasses.dataclass
+class DelayedRelease:
+    """Gathered storage that is dropped once its last reader is done.
+
+    Attributes:
+        consumer_event: recorded on the compute stream behind the last use; None on the CPU, where the use is over when
+            the release is queued.
+        release: drops the storage.
+    """
+
+    consumer_event: torch.cuda.Event | None
+    release: Callable[[], None]
+
+
+@dataclasses.dataclass
+class DelayedReduction:
+    """Packed gradients whose reduce-scatter has not been started.
+
+    Attributes:
+        consumer_event: recorded on the compute stream where the gradients were packed; None on the CPU.
+        start: starts the reduce-scatter and returns what finishes it.
+    """
+
+    consumer_event: torch.cuda.Event | None
+    start: Callable[[], Callable[[], None]]
 
 
 class FsdpContext:
-    """Shared by a root and all units nested in it, and by both ways of running.
+    """Shared by a root and all units nested in it.
 
     Attributes:
-        units: every unit, outermost last, in the order in which they were sharded.
+        units: every unit, innermost first.
+        forward_order: the units in the order in which the running (or last) forward entered them.
+        previous_order: that of the forward before it, from which the next unit to gather follows.
+        phases: the phase of each unit; units that are not in it are resting.
+        delayed_releases: gathered storage that waits for its reader.
+        delayed_reductions: gradients that wait for a place behind the next all-gather.
     """
 
     def __init__(self) -> None:
         self.units: list[FsdpUnit] = []
+        self.forward_order: list[FsdpUnit] = []
+        self.previous_order: list[FsdpUnit] = []
+        self.phases: dict[FsdpUnit, Phase] = {}
+        self.delayed_releases: collections.deque[DelayedRelease] = collections.deque()
+        self.delayed_reductions: collections.deque[DelayedReduction] = collections.deque()
+        # Reductions on the wire, oldest first, each with what waits for it and writes the sharded gradients.
+        self.started_reductions: collections.deque[Callable[[], None]] = collections.deque()
+        self.is_backward_callback_queued = False
+        # All-gathers and reduce-scatters are serialized on one stream, so that their temporary buffers belong to one
+        # stream of the caching allocator and each can reuse what another released. Made at the first use: wrapping a
+        # model must not initialize CUDA.
+        self._communication_stream: torch.cuda.Stream | None = None
+        self._weights_ready: torch.cuda.Event | None = None
+        self._backward_region: str | None = None
 
     def adopt(self, other: FsdpContext) -> None:
         """Take over the units of a context whose root is nested in ours."""
@@ -30,6 +103,117 @@ class FsdpContext:
             unit.context = self
         self.units.extend(other.units)
         other.units = []
+
+    # ---- orders ------------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """The outermost unit is about to run: remember the last order, and what the optimizer has queued by now."""
+        self.previous_order, self.forward_order = self.forward_order, []
+        self._weights_ready = None
+
+    def next_in_forward(self, unit: FsdpUnit) -> list[FsdpUnit]:
+        """The unit that followed `unit` in the forward before, if any: it is gathered while `unit` computes."""
+        order = self.previous_order
+        index = order.index(unit) + 1 if unit in order else len(order)
+        return order[index : index + 1]
+
+    def next_in_backward(self, unit: FsdpUnit) -> list[FsdpUnit]:
+        """The unit that `unit` followed in the forward, if any."""
+        index = self.forward_order.index(unit) if unit in self.forward_order else 0
+        return self.forward_order[index - 1 : index] if index > 0 else []
+
+    def switch_backward_region(self, name: str | None) -> None:
+        """Close the open backward region and open another. One follows the other: a unit's gradients may be complete
+        after the next unit's backward has begun, so that ranges that nest would be closed in the wrong order."""
+        if self._backward_region is not None:
+            pop_region()
+        self._backward_region = name
+        if name is not None:
+            push_region(name)
+
+    # ---- phases ------------------------------------------------------------------------------------------------------
+
+    def phase(self, unit: FsdpUnit) -> Phase:
+        return self.phases.get(unit, Phase.RESTING)
+
+    def is_in_forward(self) -> bool:
+        """Whether any unit's forward is running (or was left by an exception)."""
+        return any(phase is Phase.FORWARD for phase in self.phases.values())
+
+    def enter(self, unit: FsdpUnit, phase: Phase) -> None:
+        """Move `unit` to `phase`; a transition that is not allowed is a defect of the hooks."""
+        before = self.phase(unit)
+        assert before is phase or (before, phase) in ALLOWED_TRANSITIONS, f"{unit.display_name}: {before} -> {phase}"
+        self.phases[unit] = phase
+
+    # ---- streams -----------------------------------------------------------------------------------------------------
+
+    def communication_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """The stream of all collectives, or None on the CPU (gloo runs on threads of its own)."""
+        if device.type != "cuda":
+            return None
+        if self._communication_stream is None:
+            self._communication_stream = torch.cuda.Stream(device, priority=-1)
+        return self._communication_stream
+
+    def on_communication_stream(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """Allocate and run on the communication stream."""
+        stream = self.communication_stream(device)
+        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def record_compute(self, device: torch.device) -> torch.cuda.Event | None:
+        """An event behind everything that was queued on the compute stream; None on the CPU."""
+        return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+    def weights_ready_event(self, device: torch.device) -> torch.cuda.Event:
+        """Behind everything that the compute stream was given before this forward, the optimizer's step above all."""
+        if self._weights_ready is None:
+            self._weights_ready = torch.cuda.current_stream(device).record_event()
+        return self._weights_ready
+
+    def _communication_waits_for(self, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            assert self._communication_stream is not None
+            self._communication_stream.wait_event(event)
+
+    # ---- delayed releases and reductions -----------------------------------------------------------------------------
+
+    def drain_delayed_releases(self, target_length: int) -> None:
+        """Release the oldest gathered storage until at most `target_length` releases wait."""
+        while len(self.delayed_releases) > target_length:
+            delayed = self.delayed_releases.popleft()
+            # The storage goes back to the communication stream's pool. Without this wait the next all-gather could be
+            # given the same memory and write into weights that the compute stream still reads.
+            self._communication_waits_for(delayed.consumer_event)
+            delayed.release()
+
+    def enqueue_reduction(self, device: torch.device, start: Callable[[], Callable[[], None]]) -> None:
+        """Queue a reduce-scatter behind the packing that was just queued on the compute stream."""
+        self.communication_stream(device)
+        self.delayed_reductions.append(DelayedReduction(self.record_compute(device), start))
+
+    def drain_delayed_reductions(self, target_length: int) -> None:
+        """Start the oldest reductions until at most `target_length` wait to be started."""
+        while len(self.delayed_reductions) > target_length:
+            delayed = self.delayed_reductions.popleft()
+            # The reduction reads what the compute stream packed; it waits for that and for nothing queued later.
+            self._communication_waits_for(delayed.consumer_event)
+            self.started_reductions.append(delayed.start())
+
+    def finish_reductions(self, target_length: int) -> None:
+        """Wait for the oldest reductions on the wire until at most `target_length` are left."""
+        while len(self.started_reductions) > target_length:
+            self.started_reductions.popleft()()
+
+    def forget_reductions(self) -> None:
+        """After an exception: drop what was queued, wait for what is on the wire, which other ranks take part in."""
+        self.delayed_reductions.clear()
+        self.finish_reductions(0)
+        self.is_backward_callback_queued = False
+        self._backward_region = None
+
+
+_reduce_groups: dict[str, dist.ProcessGroup] = {}
 
 
 def ensure_reduce_group(mesh: DeviceMesh) -> None:

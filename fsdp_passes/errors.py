@@ -166,3 +166,7 @@ class ReleasedParameterError(FsdpError, RuntimeError):
 
 class NothingShardedWarning(UserWarning):
     """A model without sharded parameters was compiled with `overlap_fsdp`."""
+
+
+class ScheduleWarning(UserWarning):
+    """A schedule computes the right values but hides less communication, or holds more memory, than it should."""

@@ -107,11 +107,15 @@ def check_generated_code(source: str, *, scheduled: Sequence[str] | None, where:
         if found != list(scheduled):
             at = next((i for i, pair in enumerate(zip(found, scheduled, strict=False)) if pair[0] != pair[1]), None)
             place = "their number" if at is None else f"place {at}: '{found[at]}' instead of '{scheduled[at]}'"
-            problems.append(f"the code orders its collectives otherwise than they were scheduled; they differ in {place}")
+            problems.append(
+                f"the code orders its collectives otherwise than they were scheduled; they differ in {place}"
+            )
     if problems:
         raise ScheduleError(where, problems)
 
 
 def collective_order(steps: Sequence[CodeStep]) -> list[str]:
-    """"start <operator>" and "wait" for each collective step, in order."""
-    return [f"start {step.name}" if step.kind == "start" else "wait" for step in steps if step.kind in ("start", "wait")]
+    """ "start <operator>" and "wait" for each collective step, in order."""
+    return [
+        f"start {step.name}" if step.kind == "start" else "wait" for step in steps if step.kind in ("start", "wait")
+    ]

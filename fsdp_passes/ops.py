@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # noqa: F401  (registers torch.ops._c10d_functional)
+import torch.distributed._functional_collectives
 from torch import Tensor
 
 from fsdp_passes.regions import decode_label, pop_region, push_region, region_name

@@ -130,11 +130,6 @@ class FsdpParameter:
 
     # ---- the unsharded face, for eager code --------------------------------------------------------------------------
 
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether the placeholder holds the gathered values now."""
-        return self.placeholder.untyped_storage().size() > 0
-
     def gather_buffer(self) -> torch.Tensor:
         """Give the placeholder storage for `padded_rows` rows and return it as one contiguous tensor to gather into.
 

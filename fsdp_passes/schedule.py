@@ -1,4 +1,4 @@
-"""The schedule of a graph as data: buckets of collectives, and the events of a graph or of Inductor's kernels in order."""
+"""The schedule of a graph as data: buckets of collectives, and the events of a graph or of Inductor's kernels."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def origins_in_order(snode: Any, position: dict[fx.Node, int]) -> list[fx.Node]:
 
 
 def collective_order_of_kernels(snodes: Sequence[Any]) -> list[str]:
-    """"start <operator>" and "wait" for each collective among Inductor's scheduler nodes, the user's own included."""
+    """ "start <operator>" and "wait" for each collective among Inductor's scheduler nodes, the user's own included."""
     order = []
     for snode in snodes:
         for part in snode.get_nodes():

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_passes.context import FsdpContext
+from fsdp_passes.eager import install_hooks
 from fsdp_passes.errors import (
     AlreadyShardedError,
     CapturedParameterError,
@@ -236,6 +237,7 @@ def _make_unit(
         if replaced_by is not None:
             _refer(owner, name, replaced_by)
     module.__dict__["_fsdp_unit"] = unit
+    install_hooks(module)
     for prefix, child in module.named_modules():
         nested = unit_of(child)
         if nested is None or nested is unit:
@@ -249,7 +251,9 @@ def _make_unit(
 def _move_to_device(module: nn.Module, plan: Named, ignored: set[nn.Parameter]) -> None:
     """As FSDP2 does: CPU parameters and buffers of this unit go to the current CUDA device; meta ones stay."""
     device = torch.device("cuda", torch.cuda.current_device())
-    tensors = [param for param, _, _ in plan] + list(module.buffers()) + [p for p in module.parameters() if p in ignored]
+    tensors = (
+        [param for param, _, _ in plan] + list(module.buffers()) + [p for p in module.parameters() if p in ignored]
+    )
     for tensor in tensors:
         if tensor.device.type == "cpu":
             tensor.data = tensor.data.to(device)
@@ -265,7 +269,7 @@ def _refer(owner: nn.Module, name: str, fsdp_param: FsdpParameter) -> None:
     owner.__class__ = _sharded_class(base, tuple(sorted(table)))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _sharded_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """The subclass of `original` whose parameters `names` show the face that the caller needs.
 
@@ -282,7 +286,7 @@ def _face(name: str, module: nn.Module) -> torch.Tensor:
     """What `module.<name>` gives: the placeholder to a compiler, the gathered parameter to an eager forward, and the
     sharded DTensor to everybody else."""
     param: FsdpParameter = module.__dict__["_fsdp_parameters"][name]
-    if torch.compiler.is_compiling() or param.is_unsharded:
+    if torch.compiler.is_compiling() or param.unit.is_unsharded:
         return param.placeholder
     sharded = module._parameters[name]
     assert sharded is not None

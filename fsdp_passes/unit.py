@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,7 +42,21 @@ class FsdpUnit:
     context: FsdpContext
     name: str = ""
     is_root: bool = True
+    # What the eager fallback knows of the unit. The versions of the shards that were gathered (None: not gathered): an
+    # optimizer's step changes them, and the gathered values are then old. The wait of a gather on its way. The
+    # parameters whose gradients are complete in this backward. The units to gather ahead, None for the order seen
+    # before.
+    gathered_versions: list[int] | None = None
+    pending_gather: Callable[[], None] | None = None
+    ready_grads: set[FsdpParameter] = dataclasses.field(default_factory=set)
+    forward_prefetch: list[FsdpUnit] | None = None
+    backward_prefetch: list[FsdpUnit] | None = None
     label: torch.Tensor = dataclasses.field(default_factory=lambda: encode_label(ROOT_LABEL))
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether eager code may read the whole parameters now."""
+        return self.gathered_versions is not None and self.pending_gather is None
 
     @property
     def reshards_after_forward(self) -> bool:

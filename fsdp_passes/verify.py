@@ -6,9 +6,10 @@ See "Invariants" in docs/design.md for the numbers. Nothing here communicates: r
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 
-from fsdp_passes.errors import ScheduleError
+from fsdp_passes.errors import ScheduleError, ScheduleWarning
 from fsdp_passes.schedule import ALL_GATHER, Bucket, ScheduleEvent
 
 
@@ -17,23 +18,33 @@ class ScheduleReport:
     """What was found while checking.
 
     Attributes:
-        problems: violated invariants, empty when all hold.
+        problems: violations that make results wrong or undefined (invariant 1, regions out of balance).
+        losses: violations that cost speed or memory and leave the results right (invariants 2, 3 and 5).
         exceptions: reasons why a unit is not hidden or stays unsharded longer, none of them a violation.
         max_unsharded_units: most units gathered at once, the kept ones (root) aside.
         max_unsharded_bytes: bytes of those, in the compute dtype.
     """
 
     problems: tuple[str, ...]
+    losses: tuple[str, ...]
     exceptions: tuple[str, ...]
     max_unsharded_units: int
     max_unsharded_bytes: int
 
 
 def verify_schedule(events: Sequence[ScheduleEvent], *, prefetch: int, where: str) -> ScheduleReport:
-    """Check and report; raises `ScheduleError` listing every violation. `where` names the graph in the message."""
+    """Check and report. `where` names the graph in messages.
+
+    Raises `ScheduleError` for `problems`: training on would compute with memory that is being overwritten. Warns with
+    `ScheduleWarning` for `losses`: a model that Inductor fuses in a new way must still train.
+    """
     report = check_schedule(events, prefetch=prefetch)
     if report.problems:
         raise ScheduleError(where, report.problems)
+    if report.losses:
+        listed = "".join(f"\n  - {loss}" for loss in report.losses)
+        message = f"{where}: expected communication to be hidden one layer ahead; results are right, but:{listed}"
+        warnings.warn(message, ScheduleWarning, stacklevel=2)
     return report
 
 
@@ -41,16 +52,12 @@ def check_schedule(events: Sequence[ScheduleEvent], *, prefetch: int) -> Schedul
     """Check invariants 1, 2, 3 and 5 and the balance of the regions, without raising."""
     timeline = _Timeline(events)
     problems = [*_check_waits(timeline), *_check_regions(events)]
-    exceptions: list[str] = []
-    max_units = max_bytes = 0
-    if not problems:  # the rest asks where the one start and the waits of a bucket are
-        problems += _check_once(timeline)
-        ahead_problems, exceptions = _check_one_layer_ahead(timeline, prefetch)
-        problems += ahead_problems
-        max_units, max_bytes, memory_problems, late = _check_unsharded(timeline, prefetch)
-        problems += memory_problems
-        exceptions += late
-    return ScheduleReport(tuple(problems), tuple(exceptions), max_units, max_bytes)
+    if problems:  # the rest asks where the one start and the waits of a bucket are
+        return ScheduleReport(tuple(problems), (), (), 0, 0)
+    ahead_losses, ahead_exceptions = _check_one_layer_ahead(timeline, prefetch)
+    max_units, max_bytes, memory_losses, late = _check_unsharded(timeline, prefetch)
+    losses = [*_check_once(timeline), *ahead_losses, *memory_losses]
+    return ScheduleReport((), tuple(losses), (*ahead_exceptions, *late), max_units, max_bytes)
 
 
 class _Timeline:
@@ -156,9 +163,13 @@ def _check_unsharded(timeline: _Timeline, prefetch: int) -> tuple[int, int, list
     for index, buckets in enumerate(units):
         start = min(timeline.starts[bucket][0] for bucket in buckets)
         end = max(timeline.reads[bucket][-1] for bucket in buckets)
-        if index + 1 < len(units) and end > first_reads[index + 1]:
-            late.append(f"unit {buckets[0].unit}: stays unsharded while other units run, it is read again later")
-            end = first_reads[index + 1]
+        following = first_reads[index + 1] if index + 1 < len(units) else len(timeline.events)
+        if end >= following:
+            reason = "one kernel reads it and the next unit" if end == following else "it is read again later"
+            late.append(f"unit {buckets[0].unit}: stays unsharded beside the next unit, {reason}")
+            end = following - 1
+            while end > start and not any(bucket in timeline.events[end].reads for bucket in buckets):
+                end -= 1
         spans.append((start, end, buckets))
     max_units = max_bytes = 0
     problems = []

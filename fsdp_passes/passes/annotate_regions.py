@@ -50,7 +50,7 @@ def _owners(graph: fx.Graph) -> dict[fx.Node, int]:
     feeds: dict[fx.Node, int] = {}
     for node in graph.nodes:
         bucket = bucket_of(node)
-        if bucket is None or bucket.kind != REDUCE_SCATTER or role_of(node) == PREPARE and not node.all_input_nodes:
+        if bucket is None or bucket.kind != REDUCE_SCATTER or (role_of(node) == PREPARE and not node.all_input_nodes):
             continue
         if bucket.unit not in gathered_units:
             for arg in node.all_input_nodes:

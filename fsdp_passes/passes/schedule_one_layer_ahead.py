@@ -45,9 +45,9 @@ def _saved_values_early(compute: list[fx.Node]) -> list[fx.Node]:
     """`compute` with every light node that only the output reads moved behind its newest input."""
     late: set[fx.Node] = set()
     for node in reversed(compute):
-        if node.op == "call_function" and not is_heavy(node) and not node.is_impure():
-            if all(user in late or user.op == "output" for user in node.users):
-                late.add(node)
+        is_light = node.op == "call_function" and not is_heavy(node) and not node.is_impure()
+        if is_light and all(user in late or user.op == "output" for user in node.users):
+            late.add(node)
     known = set(compute)
     rank = {node: index for index, node in enumerate(compute)}
     anchor: dict[fx.Node, fx.Node] = {}

@@ -1,0 +1,266 @@
+"""The eager fallback: a sharded model that is not compiled gathers, overlaps and reduces through hooks.
+
+It shares `FsdpContext`, the process groups and the region names with the compiled path. In compiled code the hooks only
+cast inputs and outputs, which the compiler traces.
+
+    pre_forward(i):   start(i) unless prefetched ; start(i + 1) ; wait(i)
+    post_forward(i):  queue the release of i
+    pre_backward(i):  start(i) unless prefetched ; start(i - 1) ; start queued reductions ; wait(i)
+    post_backward(i): pack gradients ; queue the release of i ; queue the reduction of i
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_passes._torch_compat import (
+    all_gather_coalesced,
+    call_after_backward,
+    is_in_backward,
+    tree_leaves,
+    tree_map_only,
+)
+from fsdp_passes.context import DelayedRelease, FsdpContext, Phase
+from fsdp_passes.parameter import FsdpParameter
+from fsdp_passes.reduction import reduce_gradients
+from fsdp_passes.regions import (
+    BACKWARD_COMPUTE,
+    FORWARD_COMPUTE,
+    close_regions_above,
+    pop_region,
+    push_region,
+    region_name,
+)
+from fsdp_passes.unit import FsdpUnit, unit_of
+
+
+def install_hooks(module: nn.Module) -> None:
+    """Let the unit of `module` gather and release around its forward and backward."""
+    module.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(_post_forward)
+
+
+# ---- gather and release ----------------------------------------------------------------------------------------------
+
+
+def start_gather(unit: FsdpUnit) -> None:
+    """Start the unit's all-gather, unless its current values are gathered or on their way."""
+    shards = [param.shard() for param in unit.params]
+    versions = [shard._version for shard in shards]
+    if not unit.params or unit.gathered_versions == versions:
+        return
+    finish_gather(unit)  # an older gather may still write into the same storage
+    context, device = unit.context, shards[0].device
+    # At most the unit that computes and the one that is gathered now are whole.
+    context.drain_delayed_releases(0)
+    stream = context.communication_stream(device)
+    if stream is not None and not is_in_backward():
+        # The optimizer wrote the shards on the compute stream; a gather that did not wait would send old values. In
+        # the backward nothing writes them, and waiting would put the gather behind the compute that should hide it.
+        stream.wait_event(context.weights_ready_event(device))
+    works = []
+    push_region(region_name(unit.display_name, "all_gather"))
+    with context.on_communication_stream(device):
+        for params in _by_dtype(unit.params):
+            inputs = [param.shard().to(param.param_dtype) for param in params]
+            outputs = [param.gather_buffer() for param in params]
+            works.append(all_gather_coalesced(outputs, inputs, unit.mesh.get_group()))
+        if stream is not None:
+            for work in works:
+                work.wait()  # the communication stream waits, not the host: NCCL runs on a stream of its own
+    pop_region()
+    done = stream.record_event() if stream is not None else None
+
+    def wait() -> None:
+        if done is None:
+            for work in works:
+                work.wait()
+        else:
+            # Without it the compute stream would read weights that have not arrived.
+            torch.cuda.current_stream(device).wait_event(done)
+
+    unit.pending_gather = wait
+    unit.gathered_versions = versions
+    for param in unit.params:
+        _watch_gradient(param)
+
+
+def finish_gather(unit: FsdpUnit) -> None:
+    """Wait for the unit's all-gather if one is on its way."""
+    if unit.pending_gather is not None:
+        unit.pending_gather()
+        unit.pending_gather = None
+
+
+def release(unit: FsdpUnit) -> None:
+    """Queue the release of the unit's gathered storage behind everything that was queued on the compute stream."""
+    if unit.gathered_versions is None:
+        return
+    finish_gather(unit)
+    unit.gathered_versions = None
+    params = list(unit.params)
+
+    def drop() -> None:
+        for param in params:
+            param.release()
+
+    event = unit.context.record_compute(params[0].placeholder.device)
+    unit.context.delayed_releases.append(DelayedRelease(event, drop))
+
+
+def _by_dtype(params: list[FsdpParameter]) -> list[list[FsdpParameter]]:
+    groups: dict[torch.dtype, list[FsdpParameter]] = {}
+    for param in params:
+        groups.setdefault(param.param_dtype, []).append(param)
+    return list(groups.values())
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
+
+
+def _pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    unit = unit_of(module)
+    assert unit is not None
+    if not torch.compiler.is_compiling():
+        _gather_for_forward(unit)
+    dtype = unit.mp_policy.param_dtype
+    if dtype is None or not unit.mp_policy.cast_forward_inputs:
+        return None
+    return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+def _gather_for_forward(unit: FsdpUnit) -> None:
+    context = unit.context
+    if is_in_backward():  # activation checkpointing recomputes the unit
+        start_gather(unit)
+        finish_gather(unit)
+        return
+    if unit.is_root and context.phases:
+        _undo_interrupted(context)
+    if not context.is_in_forward():
+        context.begin_forward()
+    context.enter(unit, Phase.FORWARD)
+    if unit not in context.forward_order:
+        context.forward_order.append(unit)
+    start_gather(unit)
+    for other in unit.forward_prefetch if unit.forward_prefetch is not None else context.next_in_forward(unit):
+        start_gather(other)
+    finish_gather(unit)
+    push_region(region_name(unit.display_name, FORWARD_COMPUTE))
+
+
+def _undo_interrupted(context: FsdpContext) -> None:
+    """A forward or backward that an exception left half-way: release what it gathered, forget what it queued.
+
+    Its gradients are incomplete on this rank and would be added to the next step's.
+    """
+    if context.is_in_forward() or context.is_backward_callback_queued:
+        context.forget_reductions()
+        close_regions_above(0)
+        for unit in context.units:
+            for param in unit.params:
+                param.placeholder.grad = None
+            release(unit)
+        context.drain_delayed_releases(0)
+    context.phases.clear()
+
+
+def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    unit = unit_of(module)
+    assert unit is not None
+    dtype = unit.mp_policy.output_dtype
+    if dtype is not None:
+        output = _cast(output, dtype)
+    if not torch.compiler.is_compiling() and not is_in_backward():
+        _end_forward(unit, output)
+    return output
+
+
+def _end_forward(unit: FsdpUnit, output: Any) -> None:
+    pop_region()
+    context = unit.context
+    context.enter(unit, Phase.RESTING)
+    leaves = tree_leaves(output)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if tensors:
+        hook = functools.partial(_pre_backward, unit)
+        torch.autograd.graph.register_multi_grad_hook(tensors, lambda grad: hook(), mode="any")
+    # An output that hides its tensors in an object of unknown type cannot announce the backward: stay gathered.
+    hides_tensors = torch.is_grad_enabled() and not tensors and any(not _is_plain(leaf) for leaf in leaves)
+    if (unit.reshards_after_forward or not torch.is_grad_enabled()) and not hides_tensors:
+        release(unit)
+    if not context.is_in_forward():
+        context.drain_delayed_releases(0)
+
+
+def _is_plain(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, torch.Tensor | bool | int | float | complex | str | bytes)
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in `values` in `dtype`."""
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+
+def _pre_backward(unit: FsdpUnit) -> None:
+    context = unit.context
+    if not context.is_backward_callback_queued:
+        context.is_backward_callback_queued = True
+        call_after_backward(functools.partial(_end_backward, context))
+    if context.phase(unit) is Phase.BACKWARD:
+        return
+    context.enter(unit, Phase.BACKWARD)
+    unit.ready_grads.clear()
+    start_gather(unit)
+    for other in unit.backward_prefetch if unit.backward_prefetch is not None else context.next_in_backward(unit):
+        start_gather(other)
+    # Behind the all-gather: somebody waits for that soon, and on one stream it would queue behind the reductions.
+    context.drain_delayed_reductions(0)
+    # One reduction may stay on the wire while this unit computes; older ones have had a whole unit's time.
+    context.finish_reductions(1)
+    finish_gather(unit)
+    context.switch_backward_region(region_name(unit.display_name, BACKWARD_COMPUTE))
+
+
+def _watch_gradient(param: FsdpParameter) -> None:
+    """Learn when the parameter's gradient is complete. Registered once for each placeholder."""
+    if not getattr(param.placeholder, "_fsdp_is_watched", False) and param.placeholder.requires_grad:
+        param.placeholder._fsdp_is_watched = True  # type: ignore[attr-defined]
+        param.placeholder.register_post_accumulate_grad_hook(lambda _: _gradient_is_ready(param))
+
+
+def _gradient_is_ready(param: FsdpParameter) -> None:
+    unit = param.unit
+    unit.ready_grads.add(param)
+    trainable = [other for other in unit.params if other.placeholder.requires_grad]
+    if len(unit.ready_grads) < len(trainable):
+        return
+    reduce_gradients(unit, trainable)
+    unit.ready_grads.clear()
+    # A frozen parameter's last reader announces nothing: such a unit stays gathered until the backward has ended.
+    if len(trainable) == len(unit.params):
+        release(unit)
+        unit.context.enter(unit, Phase.RESTING)
+
+
+def _end_backward(context: FsdpContext) -> None:
+    """Finish what the hooks could not: units with unused or frozen parameters, the last reductions and releases."""
+    context.is_backward_callback_queued = False
+    context.switch_backward_region(None)
+    for unit in context.units:
+        with_grads = [param for param in unit.params if param.placeholder.grad is not None]
+        if with_grads:
+            reduce_gradients(unit, with_grads)
+        unit.ready_grads.clear()
+        release(unit)
+    context.phases.clear()
+    context.drain_delayed_reductions(0)
+    context.finish_reductions(0)
+    context.drain_delayed_releases(0)

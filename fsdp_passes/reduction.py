@@ -1,0 +1,89 @@
+"""Gradients of the eager fallback: packed, reduced, and written into the sharded parameters' `.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fsdp_passes._torch_compat import local_tensor, make_dtensor, reduce_scatter_coalesced
+from fsdp_passes.ops import group_averages
+from fsdp_passes.parameter import FsdpParameter
+from fsdp_passes.regions import pop_region, push_region, region_name
+from fsdp_passes.unit import FsdpUnit
+
+
+def reduce_gradients(unit: FsdpUnit, params: list[FsdpParameter]) -> None:
+    """Take the placeholders' gradients, pack them and queue their reduction."""
+    groups: dict[torch.dtype, list[FsdpParameter]] = {}
+    for param in params:
+        groups.setdefault(param.reduce_dtype, []).append(param)
+    for dtype, members in groups.items():
+        packed = [_pack(param, dtype) for param in members]
+        start = _Reduction(unit, members, packed).start
+        unit.context.enqueue_reduction(packed[0].device, start)
+
+
+def _pack(param: FsdpParameter, dtype: torch.dtype) -> torch.Tensor:
+    """The whole gradient in the reduction's dtype, contiguous and padded to `padded_rows` rows."""
+    grad = param.placeholder.grad
+    assert grad is not None
+    param.placeholder.grad = None
+    if grad.shape[0] == param.padded_rows:
+        return grad.to(dtype).contiguous()
+    packed = grad.new_zeros((param.padded_rows, *grad.shape[1:]), dtype=dtype)
+    packed[: grad.shape[0]].copy_(grad)
+    return packed
+
+
+class _Reduction:
+    """One reduce-scatter, from its packed input to the sharded gradients."""
+
+    def __init__(self, unit: FsdpUnit, params: list[FsdpParameter], packed: list[torch.Tensor]) -> None:
+        self.unit = unit
+        self.params = params
+        # Held until the reduction is done: their memory belongs to the compute stream, which could reuse it at once.
+        self.packed = packed
+
+    def start(self) -> Callable[[], None]:
+        """Start it on the communication stream; the result waits for it and finishes."""
+        context, device = self.unit.context, self.packed[0].device
+        group = self.unit.mesh.get_group()
+        self.averages = group_averages(group.group_name)
+        push_region(region_name(self.unit.display_name, "reduce_scatter"))
+        with context.on_communication_stream(device):
+            outputs = [
+                packed.new_empty((param.rows_per_rank, *packed.shape[1:]))
+                for param, packed in zip(self.params, self.packed, strict=True)
+            ]
+            work = reduce_scatter_coalesced(outputs, self.packed, group, average=self.averages)
+            done = None
+            if device.type == "cuda":
+                work.wait()  # the communication stream waits, not the host
+                self._write(outputs)
+                done = torch.cuda.current_stream(device).record_event()
+        pop_region()
+
+        def finish() -> None:
+            if done is None:
+                work.wait()
+                self._write(outputs)
+            else:
+                # The optimizer must not read gradients that are still being reduced, and the packed inputs must not
+                # be reused before the reduction has read them.
+                torch.cuda.current_stream(device).wait_event(done)
+            self.packed = []
+
+        return finish
+
+    def _write(self, outputs: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for param, output in zip(self.params, outputs, strict=True):
+                if not self.averages:
+                    output.mul_(1.0 / param.world_size)
+                sharded = param.sharded_param
+                local = output[: param.local_rows].to(param.orig_dtype)
+                if sharded.grad is None:
+                    sharded.grad = make_dtensor(local, sharded)  # type: ignore[arg-type]
+                else:
+                    local_tensor(sharded.grad).add_(local)  # type: ignore[arg-type]
