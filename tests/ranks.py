@@ -14,6 +14,7 @@ import socket
 import time
 import traceback
 import unittest.mock
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -58,7 +59,8 @@ def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Any) -> No
 class RankPool:
     """`world_size` processes in one gloo group (or NCCL, for GPU tests).
 
-    `environment` is in place before the interpreters start, so that it may hold PYTHONHASHSEED.
+    `environment` (of every rank, or one per rank) is in place before the interpreters start, so that it may hold
+    PYTHONHASHSEED.
     """
 
     def __init__(
@@ -67,12 +69,12 @@ class RankPool:
         *,
         backend: str = "gloo",
         timeout_s: float = 240.0,
-        environment: dict[str, str] | None = None,
+        environment: dict[str, str] | Sequence[dict[str, str]] = (),
     ) -> None:
         self.world_size = world_size
         self.backend = backend
         self.timeout_s = timeout_s
-        self.environment = environment or {}
+        self.environments = [environment] * world_size if isinstance(environment, dict) else [*environment]
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
@@ -84,7 +86,7 @@ class RankPool:
             process = context.Process(
                 target=_serve, args=(rank, self.world_size, port, self.backend, theirs), daemon=True
             )
-            with unittest.mock.patch.dict(os.environ, self.environment):
+            with unittest.mock.patch.dict(os.environ, self.environments[rank] if self.environments else {}):
                 process.start()
             self._processes.append(process)
             self._pipes.append(ours)

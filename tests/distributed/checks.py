@@ -13,12 +13,25 @@ from fsdp_passes.pipeline import CompilationRecord, record_compilations
 from tests.training import Batch, Result, assert_same, build, my_share, recorded_collectives, train
 
 
-def compiled(module: nn.Module, inner: str = "aot_eager", **arguments: Any) -> Callable[..., Any]:
+def float_batches(steps: int, rows: int, dim: int, seed: int = 1) -> list[Batch]:
+    """The same global batches on every rank, each one tensor (rows, dim)."""
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(rows, dim, generator=generator),) for _ in range(steps)]
+
+
+def compiled(
+    module: Callable[..., Any],
+    inner: str = "aot_eager",
+    *,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
     """`module` compiled with `overlap_fsdp`; without Inductor's caches, so that every graph leaves a record."""
-    options: dict[str, Any] = {"inner": inner}
     if inner == "inductor":
-        options["inductor"] = {"force_disable_caches": True}
-    return torch.compile(module, backend=overlap_fsdp, options=options, **arguments)
+        options["inductor"] = {"fx_graph_cache": False}
+    options["inner"] = inner
+    return torch.compile(module, backend=overlap_fsdp, fullgraph=fullgraph, dynamic=dynamic, options=options)
 
 
 def collectives(record: CompilationRecord, phase: str) -> list[str]:

@@ -9,17 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_passes import fully_shard
-from tests.distributed.checks import assert_trains_as_unsharded, compiled
+from tests.distributed.checks import assert_trains_as_unsharded, compiled, float_batches
 from tests.models import Transformer, token_batches
 from tests.ranks import RankPool
 from tests.training import assert_same, build, my_share, train, whole
 
 HERE = "tests.distributed.test_reused_parameters"
-
-
-def float_batches(steps: int, rows: int, dim: int) -> list[tuple[Tensor, ...]]:
-    generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(rows, dim, generator=generator),) for _ in range(steps)]
 
 
 # ---- tied embedding and head -----------------------------------------------------------------------------------------
