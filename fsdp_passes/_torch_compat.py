@@ -25,45 +25,58 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor
-from torch.fx.passes.shape_prop import TensorMetadata
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "CheckpointPolicy",
     "CustomGraphPass",
     "FakeTensorMode",
-    "TensorMetadata",
-    "all_gather_out",
+    "add_order_dependency",
+    "all_gather_coalesced",
     "aot_autograd",
+    "call_after_backward",
+    "collective_name",
     "compile_fx",
+    "compile_fx_and_inspect",
+    "copy_dynamo_graph",
     "detect_fake_mode",
     "get_hash_for_files",
+    "group_of",
+    "inductor_schedulers_off",
     "is_backward_graph",
+    "is_deterministic",
+    "is_in_backward",
     "is_profiler_enabled",
     "local_tensor",
     "make_dtensor",
     "min_cut_rematerialization_partition",
-    "reduce_scatter_out",
+    "reduce_scatter_coalesced",
+    "refresh_ancestors",
     "register_group_alias",
     "scheduled_fx_nodes",
+    "scheduled_graph_module",
     "scheduler_node_kind",
     "set_dynamo_source",
-    "shallow_local",
-    "unset_fake_temporarily",
+    "tree_leaves",
+    "tree_map_only",
     "without_version_bump",
+    "wrap_boxed",
 ]
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def local_tensor(param: DTensor) -> torch.Tensor:
-    """The DTensor's own local tensor, without the autograd node that `to_local()` adds."""
+def local_tensor(param: torch.Tensor) -> torch.Tensor:
+    """A DTensor's own local tensor, without the autograd node that `to_local()` adds."""
+    assert isinstance(param, DTensor), f"expected a DTensor, found {type(param).__name__}"
     return param._local_tensor
 
 
-def make_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
+def make_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:
     """A DTensor of `like`'s global shape and placement around `local`; no communication, no autograd node."""
+    assert isinstance(like, DTensor), f"expected a DTensor, found {type(like).__name__}"
     return DTensor(local, like._spec, requires_grad=False)
 
 
@@ -80,9 +93,15 @@ def is_profiler_enabled() -> bool:
 # ---- process groups --------------------------------------------------------------------------------------------------
 
 
+def group_of(name: str) -> dist.ProcessGroup:
+    """The process group that functional collectives know under `name`."""
+    resolved: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return resolved
+
+
 def register_group_alias(name: str, group: dist.ProcessGroup) -> None:
     """Let functional collectives find `group` under `name` too."""
-    torch._C._distributed_c10d._register_process_group(name, group)
+    torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
@@ -145,7 +164,9 @@ def refresh_ancestors(snodes: Sequence[Any]) -> None:
 
 def scheduled_graph_module() -> fx.GraphModule:
     """The module whose graph Inductor is scheduling now."""
-    return V.graph.module
+    module = V.graph.module
+    assert isinstance(module, fx.GraphModule)
+    return module
 
 
 def wrap_boxed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,9 +179,9 @@ def copy_dynamo_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy that may be changed: Dynamo reads the placeholders of its own graph again after the backend returns."""
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(gm.graph, copied, return_output_node=True)
-    assert output is not None
-    graph.output(output[0]).meta = dict(output[1].meta)
+    returned: Any = graph.graph_copy(gm.graph, copied, return_output_node=True)
+    value, output = returned
+    graph.output(value).meta = dict(output.meta)
     for old, new in copied.items():
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
@@ -201,7 +222,8 @@ def compile_fx_and_inspect(
             inspect(source, bool(kwargs.get("is_backward")))
         return output
 
-    return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
+    compiled: Any = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
+    return compiled
 
 
 # ---- eager collectives -----------------------------------------------------------------------------------------------

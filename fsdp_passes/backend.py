@@ -141,7 +141,8 @@ def _compile_inner(
         lower = LowerAndSchedule(settings, record) if record is not None else None
         return _compile_aot(gm, inputs, lower, run_node_by_node=settings.inner == "eager")
     if record is None:
-        return compile_fx(gm, inputs, config_patches=inductor_options)
+        plain: Any = compile_fx(gm, inputs, config_patches=inductor_options)
+        return plain
     patches = {
         **inductor_schedulers_off(),
         **inductor_options,
@@ -235,7 +236,8 @@ def _run(
     missing or reduced for nothing.
     """
     params = [_parameter_at(args, position) for position in positions]
-    if any([param.sync_requires_grad() for param in params]):  # a list: every parameter is to be synchronized
+    changed = [param for param in params if param.sync_requires_grad()]
+    if changed:
         return recompile(*args)
     inputs = list(args)
     trainable: list[tuple[int, FsdpParameter]] = []

@@ -2,7 +2,7 @@
 
 `unshard` and `reduce_grad` stand for a parameter's communication while the graph goes through AOTAutograd and the
 partitioner; the bucketing passes replace them with functional collectives. Both have real kernels, so that a graph in
-which they were not replaced still computes the right values. `region_begin` and `region_end` open and close NVTX ranges.
+which they were not replaced still computes the right values. `region_begin` and `region_end` open and close ranges.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch import Tensor
 
+from fsdp_passes._torch_compat import group_of
 from fsdp_passes.regions import decode_label, pop_region, push_region, region_name
 
 c10d = torch.ops._c10d_functional
@@ -21,8 +22,7 @@ c10d = torch.ops._c10d_functional
 
 def group_averages(group_name: str) -> bool:
     """Whether the group's backend can average while it reduces. gloo cannot: the sum is scaled afterwards."""
-    group = dist.distributed_c10d._resolve_process_group(group_name)
-    return dist.get_backend(group) == "nccl"
+    return dist.get_backend(group_of(group_name)) == "nccl"
 
 
 @torch.library.custom_op("fsdp_passes::unshard", mutates_args=())

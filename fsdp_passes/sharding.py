@@ -77,7 +77,14 @@ def fully_shard(
     targets = [*_match_units(module, units or ()), module]
     plans = _plan(targets, mesh, ignored)
     for target, params in plans:
-        _make_unit(target, params, mesh, mp_policy, reshard_after_forward, ignored)
+        _make_unit(
+            target,
+            params,
+            mesh,
+            mp_policy,
+            None if reshard_after_forward is None else bool(reshard_after_forward),
+            ignored,
+        )
     return module
 
 
@@ -153,7 +160,9 @@ def _plan(targets: list[nn.Module], mesh: DeviceMesh, ignored: set[nn.Parameter]
                 continue
             if _is_ours(owner, name):
                 if not _is_below_unit(target, owner):
-                    raise WrapOrderError(type(target).__name__, path, owner._fsdp_parameters[name].unit.display_name)
+                    raise WrapOrderError(
+                        type(target).__name__, path, owner.__dict__["_fsdp_parameters"][name].unit.display_name
+                    )
                 continue
             _check_parameter(param, path, mesh)
             index[param] = len(plan)
@@ -217,11 +226,12 @@ def _make_unit(
     plan: Named,
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | None,
+    reshard_after_forward: bool | int | None,
     ignored: set[nn.Parameter],
 ) -> None:
     context = FsdpContext()
-    unit = FsdpUnit(module, mesh, mp_policy, reshard_after_forward, [], context)
+    reshard = None if reshard_after_forward is None else bool(reshard_after_forward)
+    unit = FsdpUnit(module, mesh, mp_policy, reshard, [], context)
     if mesh.device_type == "cuda":
         _move_to_device(module, plan, ignored)
     for param, references, path in plan:

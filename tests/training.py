@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,11 @@ def my_share(batch: Batch) -> Batch:
     return tuple(t.chunk(world_size)[rank] for t in batch)
 
 
+def _adamw(params: Iterable[Tensor], lr: float) -> torch.optim.AdamW:
+    """With the default eps of 1e-8, a gradient that is zero but for rounding moves its weight by a full step."""
+    return torch.optim.AdamW(params, lr=lr, eps=1e-6)
+
+
 def train(
     model: nn.Module,
     batches: list[Batch],
@@ -43,7 +48,7 @@ def train(
     call: Callable[..., Tensor] | None = None,
     lr: float = 2e-3,
     clip: float | None = 1.0,
-    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    optimizer: Callable[..., torch.optim.Optimizer] = _adamw,
 ) -> Result:
     """Train; with `sharded`, each rank takes its share of every batch, else all of it.
 

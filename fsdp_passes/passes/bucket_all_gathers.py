@@ -29,7 +29,7 @@ def bucket_all_gathers(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
     for node in graph.find_nodes(op="call_function", target=UNSHARD, sort=True):
         _, _, unit, _, _, group_name, _, param_dtype, _, _ = node.args
         groups.setdefault((unit, param_dtype, group_name), []).append(node)
-    buckets = []
+    buckets: list[Bucket] = []
     for (unit, dtype, group_name), nodes in groups.items():
         world_size = nodes[0].args[4]
         gathered_bytes = sum(

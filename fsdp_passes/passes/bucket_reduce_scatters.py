@@ -30,7 +30,7 @@ def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]
     order = {node: index for index, node in enumerate(graph.nodes)}
     # Buckets are numbered in the order in which they can start.
     by_last_grad = sorted(groups.items(), key=lambda item: max(order[node] for node in item[1]))
-    buckets = []
+    buckets: list[Bucket] = []
     for (unit, dtype, group_name), nodes in by_last_grad:
         grads = [node.args[0].meta["val"] for node in nodes]  # type: ignore[union-attr]
         bucket = Bucket(REDUCE_SCATTER, len(buckets), unit, len(nodes), num_bytes(grads), dtype)

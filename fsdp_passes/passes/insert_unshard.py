@@ -57,7 +57,8 @@ def insert_unshard(
                     param.unit.reshards_after_forward,
                 ),
             )
-        use.node.replace_all_uses_with(gathered, delete_user_cb=lambda user, keep=gathered: user is not keep)
+        for user in [user for user in use.node.users if user is not gathered]:
+            user.replace_input_with(use.node, gathered)
         # What Dynamo recorded about the full-shaped input is not true of the shard.
         use.node.meta.pop("example_value", None)
         use.node.meta.pop("tensor_dict", None)
