@@ -22,15 +22,7 @@ def test_the_python_blocks_of_a_page_run(page: pathlib.Path, tmp_path: pathlib.P
     script = tmp_path / "page.py"
     script.write_text("\n".join(python_blocks(page)))
     num_ranks = "1" if '"fake"' in script.read_text() else "2"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        num_ranks,
-        str(script),
-    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
     result = subprocess.run([*launcher, str(script)], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
 
