@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_passes import fully_shard, overlap_fsdp
+from fsdp_passes.errors import ScheduleWarning
 from fsdp_passes.pipeline import CompilationRecord, record_compilations
 from tests.training import Batch, Result, assert_same, build, my_share, recorded_collectives, train
+
+# The two ways of running a sharded model; Inductor only where its kernels are the point, since it takes seconds.
+WAYS = ("aot_eager", "fallback")
 
 
 def float_batches(steps: int, rows: int, dim: int, seed: int = 1) -> list[Batch]:
@@ -32,6 +38,21 @@ def compiled(
         options["inductor"] = {"fx_graph_cache": False}
     options["inner"] = inner
     return torch.compile(module, backend=overlap_fsdp, fullgraph=fullgraph, dynamic=dynamic, options=options)
+
+
+def call_of(module: Callable[..., Any], way: str) -> Callable[..., Any]:
+    """`module` itself for "fallback", else compiled with that inner compiler."""
+    return module if way == "fallback" else compiled(module, way)
+
+
+@contextlib.contextmanager
+def recorded_regions() -> Iterator[list[str]]:
+    """The `FSDP:` regions that open inside, in order."""
+    names: list[str] = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        yield names
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    names += [event.name for event in events if event.name.startswith("FSDP:")]
 
 
 def collectives(record: CompilationRecord, phase: str) -> list[str]:
@@ -80,28 +101,54 @@ def assert_sends(
     assert len(backward) == len(regathered) + len(reduced), backward
 
 
+def assert_fallback_sends(
+    seen: Sequence[str], gathered: dict[str, int], reduced: dict[str, int] | None = None, **_: Any
+) -> None:
+    """One all-gather per unit and direction, the root's in the forward only, and one reduce-scatter.
+
+    Args:
+        seen: the regions that the profiler saw in one step; the other arguments as for `assert_sends`.
+    """
+    expected = [f"FSDP:{unit}:all_gather" for unit in gathered]
+    expected += [f"FSDP:{unit}:all_gather" for unit in gathered if unit != "root"]
+    expected += [f"FSDP:{unit}:reduce_scatter" for unit in (gathered if reduced is None else reduced)]
+    found = [name for name in seen if name.endswith((":all_gather", ":reduce_scatter"))]
+    assert sorted(found) == sorted(expected), found
+
+
 def assert_trains_as_unsharded(
     make: Callable[[], nn.Module],
     batches: list[Batch],
     *,
-    inner: str = "aot_eager",
+    way: str = "aot_eager",
     shard: Callable[[nn.Module], Any] = fully_shard,
     sends: dict[str, Any] | None = None,
     atol: float = 1e-5,
     **how: Any,
 ) -> Result:
-    """Train sharded and compiled, and unsharded; losses, gradients and parameters agree.
+    """Train sharded, and unsharded; losses, gradients and parameters agree.
 
-    Also asserts that there was one compilation, that it passes `assert_sends(**sends)`, and that the profiler saw
-    exactly the collectives of its graphs in a further step.
+    Also asserts that the collectives of a step are those that `sends` names (the arguments of `assert_sends`), that
+    there was one compilation with a schedule that loses nothing, and that the profiler sees in a step exactly the
+    collectives of the compiled graphs.
+
+    `way` is "fallback" for the uncompiled model, or the inner compiler.
     """
     model, reference = build(make)
     shard(model)
-    call = compiled(model, inner)
-    with record_compilations() as records:
+    call = call_of(model, way)
+    with record_compilations() as records, warnings.catch_warnings():
+        warnings.simplefilter("error", ScheduleWarning)
         found = train(model, batches, sharded=True, call=call, **how)
     assert_same(found, train(reference, batches, sharded=False, **how), atol=atol)
 
+    if way == "fallback":
+        assert not records
+        if sends is not None:
+            with recorded_regions() as seen:
+                call(*my_share(batches[0])).backward()
+            assert_fallback_sends(seen, **sends)
+        return found
     assert len(records) == 1, f"expected one compilation, found {len(records)}"
     if sends is not None:
         assert_sends(records[0], **sends)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_passes import fully_shard
-from tests.distributed.checks import assert_trains_as_unsharded, compiled, float_batches
+from tests.distributed.checks import WAYS, assert_trains_as_unsharded, call_of, float_batches
 from tests.models import Transformer, token_batches
 from tests.ranks import RankPool
 from tests.training import assert_same, build, my_share, train, whole
@@ -20,10 +20,11 @@ HERE = "tests.distributed.test_reused_parameters"
 # ---- tied embedding and head -----------------------------------------------------------------------------------------
 
 
-def tied_parameters(units: list[str], gathered: dict[str, int], regathered: list[str]) -> None:
+def tied_parameters(way: str, units: list[str], gathered: dict[str, int], regathered: list[str]) -> None:
     found = assert_trains_as_unsharded(
         functools.partial(Transformer, layers=2, hidden=64, tied=True),
         token_batches(3, 4, 8),
+        way=way,
         shard=functools.partial(fully_shard, units=units),
         sends={"gathered": gathered, "regathered": regathered},
     )
@@ -32,23 +33,27 @@ def tied_parameters(units: list[str], gathered: dict[str, int], regathered: list
 
     model = fully_shard(Transformer(layers=1, hidden=64, tied=True), units=units[:1])
     assert model.head.weight is model.embed.weight
-    compiled(model)(*my_share(token_batches(1, 4, 8)[0])).backward()
+    call_of(model, way)(*my_share(token_batches(1, 4, 8)[0])).backward()
     assert model.head.weight is model.embed.weight
     assert model.head.weight.grad is model.embed.weight.grad
 
 
-def test_tied_embedding_and_head_in_the_root_are_gathered_and_reduced_once(two_ranks: RankPool) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_tied_embedding_and_head_in_the_root_are_gathered_and_reduced_once(two_ranks: RankPool, way: str) -> None:
     two_ranks.run(
         f"{HERE}:tied_parameters",
+        way=way,
         units=["layers.*"],
         gathered={"root": 3, "layers.0": 11, "layers.1": 11},
         regathered=["layers.0", "layers.1"],
     )
 
 
-def test_a_tied_embedding_that_is_a_unit_of_its_own_serves_the_head_in_the_root(two_ranks: RankPool) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tied_embedding_that_is_a_unit_of_its_own_serves_the_head_in_the_root(two_ranks: RankPool, way: str) -> None:
     two_ranks.run(
         f"{HERE}:tied_parameters",
+        way=way,
         units=["embed", "layers.*"],
         gathered={"embed": 1, "layers.0": 11, "layers.1": 11, "root": 2},
         regathered=["embed", "layers.0", "layers.1"],
@@ -90,35 +95,38 @@ class Recurrent(nn.Module):
         return torch.tanh(self.step(x)).square().mean()
 
 
-def reads_of_one_weight() -> None:
+def reads_of_one_weight(way: str) -> None:
     assert_trains_as_unsharded(
         TwoReadTwice,
         float_batches(3, 8, 12),
+        way=way,
         shard=functools.partial(fully_shard, units=["layers.*"]),
         # The first layer's input is data: its backward needs no weight.
         sends={"gathered": {"layers.0": 1, "layers.1": 1}, "regathered": ["layers.1"]},
     )
 
 
-def recurrence(inner: str) -> None:
+def recurrence(way: str) -> None:
     assert_trains_as_unsharded(
         Recurrent,
         float_batches(3, 8, 12),
-        inner=inner,
+        way=way,
         shard=functools.partial(fully_shard, units=["step", "mix"]),
-        sends={"gathered": {"step": 2, "mix": 2}},
+        # The fallback cannot see the next call coming: it gathers a layer each time that it is called.
+        sends=None if way == "fallback" else {"gathered": {"step": 2, "mix": 2}},
     )
 
 
-def test_a_weight_that_is_read_twice_in_a_forward_is_gathered_and_reduced_once(two_ranks: RankPool) -> None:
-    two_ranks.run(f"{HERE}:reads_of_one_weight")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_that_is_read_twice_in_a_forward_is_gathered_and_reduced_once(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:reads_of_one_weight", way=way)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("way", ["aot_eager", "inductor", "fallback"])
 def test_a_layer_that_is_called_repeatedly_in_a_forward_is_gathered_and_reduced_once(
-    two_ranks: RankPool, inner: str
+    two_ranks: RankPool, way: str
 ) -> None:
-    two_ranks.run(f"{HERE}:recurrence", inner=inner)
+    two_ranks.run(f"{HERE}:recurrence", way=way)
 
 
 # ---- one model, several calls ----------------------------------------------------------------------------------------
@@ -132,7 +140,7 @@ class Preference(nn.Module):
         self.policy = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 1))
 
 
-def two_calls_before_one_backward() -> None:
+def two_calls_before_one_backward(way: str) -> None:
     def loss_of(policy: object) -> object:
         def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
             margin = policy(chosen) - policy(rejected)  # type: ignore[operator]
@@ -143,15 +151,15 @@ def two_calls_before_one_backward() -> None:
     model, reference = build(Preference)
     fully_shard(model.policy, units=["0", "2"])
     batches = [(*a, *b) for a, b in zip(float_batches(3, 8, 12), float_batches(6, 8, 12)[3:], strict=True)]
-    found = train(model, batches, sharded=True, call=loss_of(compiled(model.policy)))
+    found = train(model, batches, sharded=True, call=loss_of(call_of(model.policy, way)))
     assert_same(found, train(reference, batches, sharded=False, call=loss_of(reference.policy)))
 
 
-def summed_losses() -> None:
-    """Two whole models of one run: a sum of their losses, one backward."""
+def summed_losses(way: str) -> None:
+    """Two calls, their losses summed, one backward."""
     model, reference = build(functools.partial(Transformer, layers=1, hidden=64))
     fully_shard(model, units=["layers.*"])
-    call = compiled(model)
+    call = call_of(model, way)
     first, second = token_batches(2, 4, 8)
     (call(*my_share(first)) + 3 * call(*my_share(second))).backward()
     (reference(*first) + 3 * reference(*second)).backward()
@@ -159,9 +167,11 @@ def summed_losses() -> None:
         torch.testing.assert_close(whole(found.grad), expected.grad, rtol=0, atol=1e-5, msg=name)
 
 
-def test_a_model_called_twice_before_one_backward_trains_as_unsharded(two_ranks: RankPool) -> None:
-    two_ranks.run(f"{HERE}:two_calls_before_one_backward")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_called_twice_before_one_backward_trains_as_unsharded(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:two_calls_before_one_backward", way=way)
 
 
-def test_the_sum_of_two_compiled_losses_has_the_gradient_of_the_sum(two_ranks: RankPool) -> None:
-    two_ranks.run(f"{HERE}:summed_losses")
+@pytest.mark.parametrize("way", WAYS)
+def test_the_sum_of_two_compiled_losses_has_the_gradient_of_the_sum(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:summed_losses", way=way)
