@@ -1,6 +1,7 @@
 """Fully sharded data parallelism as `torch.compile` graph passes."""
 
 from fsdp_passes.backend import overlap_fsdp as overlap_fsdp
+from fsdp_passes.fsdp_module import FsdpModule as FsdpModule
 from fsdp_passes.options import OverlapOptions as OverlapOptions
 from fsdp_passes.sharding import fully_shard as fully_shard
 

@@ -24,6 +24,7 @@ from fsdp_passes._torch_compat import (
     wrap_boxed,
 )
 from fsdp_passes.context import REDUCE_GROUP_SUFFIX, ensure_reduce_group
+from fsdp_passes.eager import release_on_demand
 from fsdp_passes.errors import NothingShardedWarning
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import FsdpParameter, fsdp_parameter_of
@@ -255,6 +256,7 @@ def _run(
         inputs.append(params[index].unit.label)
     if not settings.unify_communication_stream:
         ensure_reduce_group(params[0].mesh)
+    release_on_demand(params[0].unit.context)
     depth = num_open_regions()
     try:
         return inner(*inputs)

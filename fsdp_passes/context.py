@@ -78,6 +78,8 @@ class FsdpContext:
         phases: the phase of each unit; units that are not in it are resting.
         delayed_releases: gathered storage that waits for its reader.
         delayed_reductions: gradients that wait for a place behind the next all-gather.
+        started_reductions: reductions on the wire, oldest first, each with what waits for it and writes the gradients.
+        on_demand: units that were gathered for eager code behind a graph break.
     """
 
     def __init__(self) -> None:
@@ -87,9 +89,9 @@ class FsdpContext:
         self.phases: dict[FsdpUnit, Phase] = {}
         self.delayed_releases: collections.deque[DelayedRelease] = collections.deque()
         self.delayed_reductions: collections.deque[DelayedReduction] = collections.deque()
-        # Reductions on the wire, oldest first, each with what waits for it and writes the sharded gradients.
         self.started_reductions: collections.deque[Callable[[], None]] = collections.deque()
         self.is_backward_callback_queued = False
+        self.on_demand: list[FsdpUnit] = []
         # All-gathers and reduce-scatters are serialized on one stream, so that their temporary buffers belong to one
         # stream of the caching allocator and each can reuse what another released. Made at the first use: wrapping a
         # model must not initialize CUDA.

@@ -12,6 +12,7 @@ cast inputs and outputs, which the compiler traces.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from fsdp_passes.unit import FsdpUnit, unit_of
 def install_hooks(module: nn.Module) -> None:
     """Let the unit of `module` gather and release around its forward and backward."""
     module.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(_post_forward)
+    module.register_forward_hook(_post_forward, always_call=True)
 
 
 # ---- gather and release ----------------------------------------------------------------------------------------------
@@ -125,7 +126,9 @@ def _by_dtype(params: list[FsdpParameter]) -> list[list[FsdpParameter]]:
 def _pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     unit = unit_of(module)
     assert unit is not None
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        unit.is_in_compiled_forward = True  # the compiler replays this at a graph break, before eager code runs
+    else:
         _gather_for_forward(unit)
     dtype = unit.mp_policy.param_dtype
     if dtype is None or not unit.mp_policy.cast_forward_inputs:
@@ -162,6 +165,7 @@ def _undo_interrupted(context: FsdpContext) -> None:
         context.forget_reductions()
         close_regions_above(0)
         for unit in context.units:
+            unit.is_in_compiled_forward = False
             for param in unit.params:
                 param.placeholder.grad = None
             release(unit)
@@ -175,14 +179,20 @@ def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     dtype = unit.mp_policy.output_dtype
     if dtype is not None:
         output = _cast(output, dtype)
-    if not torch.compiler.is_compiling() and not is_in_backward():
+    if torch.compiler.is_compiling():
+        unit.is_in_compiled_forward = False
+    elif not is_in_backward():
         _end_forward(unit, output)
     return output
 
 
 def _end_forward(unit: FsdpUnit, output: Any) -> None:
-    pop_region()
     context = unit.context
+    if output is None and sys.exc_info()[0] is not None:  # the forward raised; torch calls the hook all the same
+        if unit.is_root:
+            _undo_interrupted(context)
+        return
+    pop_region()
     context.enter(unit, Phase.RESTING)
     leaves = tree_leaves(output)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
@@ -206,14 +216,33 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 
+def gather_on_demand(unit: FsdpUnit) -> None:
+    """Make the unit's parameters whole for eager code that no hook prepared, behind a graph break.
+
+    They stay whole until the backward has ended, or without gradients until the next compiled graph runs: what reads
+    them is not known.
+    """
+    start_gather(unit)
+    finish_gather(unit)
+    if unit not in unit.context.on_demand:
+        unit.context.on_demand.append(unit)
+
+
+def release_on_demand(context: FsdpContext) -> None:
+    """Release what `gather_on_demand` gathered, when no backward will."""
+    if context.on_demand and not torch.is_grad_enabled():
+        for unit in context.on_demand:
+            release(unit)
+        context.on_demand.clear()
+        context.drain_delayed_releases(0)
+
+
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
 def _pre_backward(unit: FsdpUnit) -> None:
     context = unit.context
-    if not context.is_backward_callback_queued:
-        context.is_backward_callback_queued = True
-        call_after_backward(functools.partial(_end_backward, context))
+    _queue_end_of_backward(context)
     if context.phase(unit) is Phase.BACKWARD:
         return
     context.enter(unit, Phase.BACKWARD)
@@ -229,6 +258,12 @@ def _pre_backward(unit: FsdpUnit) -> None:
     context.switch_backward_region(region_name(unit.display_name, BACKWARD_COMPUTE))
 
 
+def _queue_end_of_backward(context: FsdpContext) -> None:
+    if not context.is_backward_callback_queued:
+        context.is_backward_callback_queued = True
+        call_after_backward(functools.partial(_end_backward, context))
+
+
 def _watch_gradient(param: FsdpParameter) -> None:
     """Learn when the parameter's gradient is complete. Registered once for each placeholder."""
     if not getattr(param.placeholder, "_fsdp_is_watched", False) and param.placeholder.requires_grad:
@@ -238,6 +273,7 @@ def _watch_gradient(param: FsdpParameter) -> None:
 
 def _gradient_is_ready(param: FsdpParameter) -> None:
     unit = param.unit
+    _queue_end_of_backward(unit.context)
     unit.ready_grads.add(param)
     trainable = [other for other in unit.params if other.placeholder.requires_grad]
     if len(unit.ready_grads) < len(trainable):
@@ -261,6 +297,7 @@ def _end_backward(context: FsdpContext) -> None:
         unit.ready_grads.clear()
         release(unit)
     context.phases.clear()
+    context.on_demand.clear()
     context.drain_delayed_reductions(0)
     context.finish_reductions(0)
     context.drain_delayed_releases(0)

@@ -154,13 +154,13 @@ class ScheduleError(FsdpError, AssertionError):
         )
 
 
-class ReleasedParameterError(FsdpError, RuntimeError):
-    """Eager code reads a parameter while its unit is not gathered."""
+class NotAUnitError(FsdpError, ValueError):
+    """A method that works on units was given another module."""
 
-    def __init__(self, parameter: str) -> None:
+    def __init__(self, module: str) -> None:
         super().__init__(
-            f"{parameter}: expected its unit to be gathered while eager code computes with it, found it sharded. Call "
-            "the module through its forward, or call unshard() on it first."
+            f"{module}: expected a module that fully_shard was called on, found one that is no unit. Call fully_shard "
+            "on it, or name the unit that owns its parameters."
         )
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_passes.context import FsdpContext
-from fsdp_passes.eager import install_hooks
+from fsdp_passes.eager import gather_on_demand, install_hooks
 from fsdp_passes.errors import (
     AlreadyShardedError,
     CapturedParameterError,
@@ -28,6 +28,7 @@ from fsdp_passes.errors import (
     UnsupportedParameterError,
     WrapOrderError,
 )
+from fsdp_passes.fsdp_module import FsdpModule
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.unit import FsdpUnit, unit_of
 
@@ -247,6 +248,7 @@ def _make_unit(
         if replaced_by is not None:
             _refer(owner, name, replaced_by)
     module.__dict__["_fsdp_unit"] = unit
+    _set_class(module)
     install_hooks(module)
     for prefix, child in module.named_modules():
         nested = unit_of(child)
@@ -275,13 +277,19 @@ def _refer(owner: nn.Module, name: str, fsdp_param: FsdpParameter) -> None:
     table = owner.__dict__.setdefault("_fsdp_parameters", {})
     table[name] = fsdp_param
     owner._parameters[name] = fsdp_param.initial_sharded_param
+    _set_class(owner)
+
+
+def _set_class(owner: nn.Module) -> None:
+    """Give `owner` the subclass that its parameters and its being a unit or not ask for."""
     base = type(owner).__dict__.get("_fsdp_original_class", type(owner))
-    owner.__class__ = _sharded_class(base, tuple(sorted(table)))
+    table = owner.__dict__.get("_fsdp_parameters", {})
+    owner.__class__ = _sharded_class(base, tuple(sorted(table)), unit_of(owner) is not None)
 
 
 @functools.cache
-def _sharded_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The subclass of `original` whose parameters `names` show the face that the caller needs.
+def _sharded_class(original: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> type[nn.Module]:
+    """The subclass of `original` whose parameters `names` show the face that the caller needs; units gain methods.
 
     One class per original class and names: Dynamo's guards check the class, so a class per module would cost a
     compilation per layer.
@@ -289,14 +297,19 @@ def _sharded_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn
     namespace: dict[str, Any] = {name: property(functools.partial(_face, name)) for name in names}
     namespace["_fsdp_original_class"] = original
     namespace["__module__"] = original.__module__
-    return type(f"Fsdp{original.__name__}", (original,), namespace)
+    bases = (FsdpModule, original) if is_unit else (original,)
+    return type(f"Fsdp{original.__name__}", bases, namespace)
 
 
 def _face(name: str, module: nn.Module) -> torch.Tensor:
     """What `module.<name>` gives: the placeholder to a compiler, the gathered parameter to an eager forward, and the
     sharded DTensor to everybody else."""
     param: FsdpParameter = module.__dict__["_fsdp_parameters"][name]
-    if torch.compiler.is_compiling() or param.unit.is_unsharded:
+    if torch.compiler.is_compiling():
+        return param.placeholder
+    if param.unit.is_in_compiled_forward:  # behind a graph break: no hook of ours ran in this eager part
+        gather_on_demand(param.unit)
+    if param.unit.is_unsharded:
         return param.placeholder
     sharded = module._parameters[name]
     assert sharded is not None

@@ -45,12 +45,14 @@ class FsdpUnit:
     # What the eager fallback knows of the unit. The versions of the shards that were gathered (None: not gathered): an
     # optimizer's step changes them, and the gathered values are then old. The wait of a gather on its way. The
     # parameters whose gradients are complete in this backward. The units to gather ahead, None for the order seen
-    # before.
+    # before. Whether a compiled forward of the unit has begun and not ended: eager code that runs meanwhile runs behind
+    # a graph break.
     gathered_versions: list[int] | None = None
     pending_gather: Callable[[], None] | None = None
     ready_grads: set[FsdpParameter] = dataclasses.field(default_factory=set)
     forward_prefetch: list[FsdpUnit] | None = None
     backward_prefetch: list[FsdpUnit] | None = None
+    is_in_compiled_forward: bool = False
     label: torch.Tensor = dataclasses.field(default_factory=lambda: encode_label(ROOT_LABEL))
 
     @property
