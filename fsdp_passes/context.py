@@ -61,11 +61,11 @@ class DelayedReduction:
 
     Attributes:
         consumer_event: recorded on the compute stream where the gradients were packed; None on the CPU.
-        start: starts the reduce-scatter and returns what finishes it.
+        start: starts the reduce-scatter and returns what waits for it, and with True writes the gradients.
     """
 
     consumer_event: torch.cuda.Event | None
-    start: Callable[[], Callable[[], None]]
+    start: Callable[[], Callable[[bool], None]]
 
 
 class FsdpContext:
@@ -89,7 +89,7 @@ class FsdpContext:
         self.phases: dict[FsdpUnit, Phase] = {}
         self.delayed_releases: collections.deque[DelayedRelease] = collections.deque()
         self.delayed_reductions: collections.deque[DelayedReduction] = collections.deque()
-        self.started_reductions: collections.deque[Callable[[], None]] = collections.deque()
+        self.started_reductions: collections.deque[Callable[[bool], None]] = collections.deque()
         self.is_backward_callback_queued = False
         self.on_demand: list[FsdpUnit] = []
         # All-gathers and reduce-scatters are serialized on one stream, so that their temporary buffers belong to one
@@ -189,7 +189,7 @@ class FsdpContext:
             self._communication_waits_for(delayed.consumer_event)
             delayed.release()
 
-    def enqueue_reduction(self, device: torch.device, start: Callable[[], Callable[[], None]]) -> None:
+    def enqueue_reduction(self, device: torch.device, start: Callable[[], Callable[[bool], None]]) -> None:
         """Queue a reduce-scatter behind the packing that was just queued on the compute stream."""
         self.communication_stream(device)
         self.delayed_reductions.append(DelayedReduction(self.record_compute(device), start))
@@ -205,12 +205,14 @@ class FsdpContext:
     def finish_reductions(self, target_length: int) -> None:
         """Wait for the oldest reductions on the wire until at most `target_length` are left."""
         while len(self.started_reductions) > target_length:
-            self.started_reductions.popleft()()
+            self.started_reductions.popleft()(True)
 
     def forget_reductions(self) -> None:
-        """After an exception: drop what was queued, wait for what is on the wire, which other ranks take part in."""
+        """After an exception: drop what was queued; wait for what is on the wire, which other ranks take part in, and
+        drop it too: it belongs to a step that failed."""
         self.delayed_reductions.clear()
-        self.finish_reductions(0)
+        while self.started_reductions:
+            self.started_reductions.popleft()(False)
         self.is_backward_callback_queued = False
         self._backward_region = None
 

@@ -45,8 +45,9 @@ class _Reduction:
         # Held until the reduction is done: their memory belongs to the compute stream, which could reuse it at once.
         self.packed = packed
 
-    def start(self) -> Callable[[], None]:
-        """Start it on the communication stream; the result waits for it and finishes."""
+    def start(self) -> Callable[[bool], None]:
+        """Start it on the communication stream; call the result with True to wait for it and write the gradients, or
+        with False to wait only."""
         context, device = self.unit.context, self.packed[0].device
         group = self.unit.mesh.get_group()
         self.averages = group_averages(group.group_name)
@@ -64,10 +65,11 @@ class _Reduction:
                 done = torch.cuda.current_stream(device).record_event()
         pop_region()
 
-        def finish() -> None:
+        def finish(write: bool) -> None:
             if done is None:
                 work.wait()
-                self._write(outputs)
+                if write:
+                    self._write(outputs)
             else:
                 # The optimizer must not read gradients that are still being reduced, and the packed inputs must not
                 # be reused before the reduction has read them.

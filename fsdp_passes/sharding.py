@@ -159,11 +159,10 @@ def _plan(targets: list[nn.Module], mesh: DeviceMesh, ignored: set[nn.Parameter]
             if param in index:
                 plan[index[param]][1].append((owner, name))
                 continue
-            if _is_ours(owner, name):
-                if not _is_below_unit(target, owner):
-                    raise WrapOrderError(
-                        type(target).__name__, path, owner.__dict__["_fsdp_parameters"][name].unit.display_name
-                    )
+            ours: FsdpParameter | None = owner.__dict__.get("_fsdp_parameters", {}).get(name)
+            if ours is not None:
+                if any(child is target for child in ours.unit.module.modules()):
+                    raise WrapOrderError(type(target).__name__, path, ours.unit.display_name)
                 continue
             _check_parameter(param, path, mesh)
             index[param] = len(plan)
@@ -179,18 +178,6 @@ def _parameters_below(module: nn.Module) -> Iterator[tuple[nn.Module, str, str]]
         for name, param in child._parameters.items():
             if param is not None:
                 yield child, name, f"{prefix}.{name}" if prefix else name
-
-
-def _is_ours(owner: nn.Module, name: str) -> bool:
-    return name in owner.__dict__.get("_fsdp_parameters", ())
-
-
-def _is_below_unit(target: nn.Module, owner: nn.Module) -> bool:
-    """Whether a unit nested in `target` holds `owner`."""
-    return any(
-        unit_of(child) is not None and any(owner is grandchild for grandchild in child.modules())
-        for child in target.modules()
-    )
 
 
 def _check_parameter(param: nn.Parameter, path: str, mesh: DeviceMesh) -> None:
