@@ -24,6 +24,7 @@ from fsdp_passes._torch_compat import (
     wrap_boxed,
 )
 from fsdp_passes.context import REDUCE_GROUP_SUFFIX, ensure_reduce_group
+from fsdp_passes.debug import CheckedInterpreter, debug_flags
 from fsdp_passes.eager import release_on_demand
 from fsdp_passes.errors import NothingShardedWarning
 from fsdp_passes.options import OverlapOptions
@@ -138,9 +139,10 @@ def _compile_inner(
     inductor_options: dict[str, Any],
     record: CompilationRecord | None = None,
 ) -> Compiled:
-    if settings.inner != "inductor":
+    flags = debug_flags()
+    if settings.inner != "inductor" or flags.eager:
         lower = LowerAndSchedule(settings, record) if record is not None else None
-        return _compile_aot(gm, inputs, lower, run_node_by_node=settings.inner == "eager")
+        return _compile_aot(gm, inputs, lower, is_checked=settings.inner == "eager" or flags.eager)
     if record is None:
         plain: Any = compile_fx(gm, inputs, config_patches=inductor_options)
         return plain
@@ -163,7 +165,7 @@ def _compile_inner(
 
 
 def _compile_aot(
-    gm: fx.GraphModule, inputs: list[Any], lower: LowerAndSchedule | None, *, run_node_by_node: bool
+    gm: fx.GraphModule, inputs: list[Any], lower: LowerAndSchedule | None, *, is_checked: bool
 ) -> Compiled:
     tag = TagJointGraph()
 
@@ -175,8 +177,9 @@ def _compile_aot(
         def run(args: list[Any]) -> Any:
             inputs = list(args)
             args.clear()
-            if run_node_by_node:
-                return fx.Interpreter(graph_module).run(*inputs)
+            if is_checked:
+                names = lower.record.unit_names if lower is not None else ()
+                return CheckedInterpreter(graph_module, names, poison_released=debug_flags().nan).run(*inputs)
             return graph_module.forward(*inputs)
 
         return wrap_boxed(run)

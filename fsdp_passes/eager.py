@@ -26,6 +26,7 @@ from fsdp_passes._torch_compat import (
     tree_map_only,
 )
 from fsdp_passes.context import DelayedRelease, FsdpContext, Phase
+from fsdp_passes.debug import debug_flags, poison
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.reduction import reduce_gradients
 from fsdp_passes.regions import (
@@ -107,7 +108,10 @@ def release(unit: FsdpUnit) -> None:
 
     def drop() -> None:
         for param in params:
-            param.release()
+            if debug_flags().nan:
+                poison(param.gather_buffer())  # keeps the storage: a late read gives NaN instead of a crash
+            else:
+                param.release()
 
     event = unit.context.record_compute(params[0].placeholder.device)
     unit.context.delayed_releases.append(DelayedRelease(event, drop))

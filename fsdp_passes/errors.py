@@ -154,6 +154,16 @@ class ScheduleError(FsdpError, AssertionError):
         )
 
 
+class UseBeforeWaitError(FsdpError, RuntimeError):
+    """A collective's result is read while the collective may still write it."""
+
+    def __init__(self, reader: str, collective: str, unit: str, where: str) -> None:
+        super().__init__(
+            f"{reader}: expected the {collective} of unit '{unit}' to be awaited before its result is read, found it "
+            f"still on its way. Wait for it first. The reader:\n{where}"
+        )
+
+
 class NotAUnitError(FsdpError, ValueError):
     """A method that works on units was given another module."""
 

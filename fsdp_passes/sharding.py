@@ -148,7 +148,7 @@ def _plan(targets: list[nn.Module], mesh: DeviceMesh, ignored: set[nn.Parameter]
     plans = []
     for target in targets:
         if unit_of(target) is not None:
-            raise AlreadyShardedError(type(target).__name__)
+            raise AlreadyShardedError(_class_name(target))
         plan: Named = []
         index: dict[nn.Parameter, int] = {}
         for owner, name, path in _parameters_below(target):
@@ -162,7 +162,7 @@ def _plan(targets: list[nn.Module], mesh: DeviceMesh, ignored: set[nn.Parameter]
             ours: FsdpParameter | None = owner.__dict__.get("_fsdp_parameters", {}).get(name)
             if ours is not None:
                 if any(child is target for child in ours.unit.module.modules()):
-                    raise WrapOrderError(type(target).__name__, path, ours.unit.display_name)
+                    raise WrapOrderError(_class_name(target), path, ours.unit.display_name)
                 continue
             _check_parameter(param, path, mesh)
             index[param] = len(plan)
@@ -178,6 +178,11 @@ def _parameters_below(module: nn.Module) -> Iterator[tuple[nn.Module, str, str]]
         for name, param in child._parameters.items():
             if param is not None:
                 yield child, name, f"{prefix}.{name}" if prefix else name
+
+
+def _class_name(module: nn.Module) -> str:
+    """The user's class, also when the module already has a subclass of ours."""
+    return str(type(module).__dict__.get("_fsdp_original_class", type(module)).__name__)
 
 
 def _check_parameter(param: nn.Parameter, path: str, mesh: DeviceMesh) -> None:
