@@ -44,6 +44,31 @@ def fp32_equals_reference_and_fsdp2(bucket_mode: str, unify: bool) -> None:
     assert_same(found, train(twin, batches, sharded=True))
 
 
+def eager_equals_reference_and_fsdp2() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model, twin, reference = _models(dim=256, hidden=1023, layers=4)
+    fully_shard(model, units=["layers.*"])
+    batches = _batches(10, 8, 128)
+    found = train(model, batches, sharded=True)
+    assert_same(found, train(reference, batches, sharded=False), check_params=False)
+    for layer in twin.layers:
+        fsdp2.fully_shard(layer)
+    fsdp2.fully_shard(twin)
+    assert_same(found, train(twin, batches, sharded=True))
+
+
+def layers_compiled_alone_equal_the_eager_ones() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model, twin, _ = _models(dim=256, layers=4)
+    for each in (model, twin):
+        fully_shard(each, units=["layers.*"])
+    for layer in model.layers:
+        layer.compile(backend=overlap_fsdp)
+    batches = _batches(5, 8, 128)
+    found = train(model, batches, sharded=True)
+    assert_same(found, train(twin, batches, sharded=True), check_params=False)
+
+
 def bf16_equals_fsdp2() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, twin, reference = _models(dim=256, layers=4, vocab=64)
@@ -121,6 +146,14 @@ def test_fp32_equals_the_reference_and_fsdp2(two_nccl_ranks: RankPool, bucket_mo
     two_nccl_ranks.run(
         "tests.gpu.test_two_nccl_ranks:fp32_equals_reference_and_fsdp2", bucket_mode=bucket_mode, unify=unify
     )
+
+
+def test_eager_equals_the_reference_and_fsdp2(two_nccl_ranks: RankPool) -> None:
+    two_nccl_ranks.run("tests.gpu.test_two_nccl_ranks:eager_equals_reference_and_fsdp2")
+
+
+def test_layers_compiled_alone_equal_the_eager_ones(two_nccl_ranks: RankPool) -> None:
+    two_nccl_ranks.run("tests.gpu.test_two_nccl_ranks:layers_compiled_alone_equal_the_eager_ones")
 
 
 def test_bf16_equals_fsdp2(two_nccl_ranks: RankPool) -> None:
