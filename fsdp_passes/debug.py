@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,19 @@ def debug_flags() -> DebugFlags:
         if name not in _FLAGS:
             raise OptionValueError(ENVIRONMENT_VARIABLE, text, f"'1', or a list of {', '.join(_FLAGS)}")
     return DebugFlags(**dict.fromkeys(names, True))
+
+
+def check_eager_read(parameter: str, unit: str) -> None:
+    """In debugging mode, refuse to read a parameter whose gather is on its way, and name the line that does.
+
+    Otherwise such a read gives the shard, which is right for code that only looks at it.
+    """
+    if debug_flags() == DebugFlags():
+        return
+    package = os.path.dirname(__file__)
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(package)]
+    where = "".join(traceback.format_list(frames[-1:])).rstrip()
+    raise UseBeforeWaitError(parameter, "all-gather", unit, where)
 
 
 def poison(tensor: torch.Tensor) -> None:

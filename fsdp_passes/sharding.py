@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_passes.context import FsdpContext
+from fsdp_passes.debug import check_eager_read
 from fsdp_passes.eager import gather_on_demand, install_hooks
 from fsdp_passes.errors import (
     AlreadyShardedError,
@@ -303,6 +304,8 @@ def _face(name: str, module: nn.Module) -> torch.Tensor:
         gather_on_demand(param.unit)
     if param.unit.is_unsharded:
         return param.placeholder
+    if param.unit.pending_gather is not None:
+        check_eager_read(param.qualified_name, param.unit.display_name)
     sharded = module._parameters[name]
     assert sharded is not None
     return sharded
