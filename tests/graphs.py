@@ -173,15 +173,20 @@ def assert_keeps_values(gm: fx.GraphModule, inputs: Sequence[Tensor], transform:
 # ---- writing graphs down ---------------------------------------------------------------------------------------------
 
 
-def short(text: str) -> str:
-    """A graph's text for a golden: without namespaces, and with long lines folded at the project's line length."""
-    for word in ("torch.", "_c10d_functional.", "fsdp_passes.", ".default"):
-        text = text.replace(word, "")
+def folded(text: str) -> str:
+    """Long lines folded, so that goldens keep the line length of the project."""
     lines = [
         textwrap.fill(line, 116, subsequent_indent="        ", break_long_words=False, break_on_hyphens=False)
         for line in text.splitlines()
     ]
     return "\n".join(lines)
+
+
+def short(text: str) -> str:
+    """A graph's text for a golden: without namespaces, folded."""
+    for word in ("torch.", "_c10d_functional.", "fsdp_passes.", ".default"):
+        text = text.replace(word, "")
+    return folded(text)
 
 
 def changes(before: str, after: str) -> str:

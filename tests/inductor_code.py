@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import re
 import textwrap
 import unittest.mock
@@ -81,7 +82,7 @@ def order(steps: list[Step], kinds: tuple[str, ...] = ("start", "wait", "matmul"
 @contextlib.contextmanager
 def kernels_that_do_nothing() -> Iterator[None]:
     """Do not build C++ kernels: where only the code is read, g++ would take most of the time."""
-    with unittest.mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *args, **kwargs: lambda *buffers: None):
+    with unittest.mock.patch.object(AsyncCompile, "cpp_pybinding", return_value=lambda *buffers: None):
         yield
 
 
@@ -135,7 +136,7 @@ def order_problems(steps: list[Step], *, prefetch: int = 1) -> list[str]:
         if index > prefetch and starts[name] < matmuls[units[index - prefetch - 1]][-1]:
             problems.append(f"{name} starts while more than {1 + prefetch} units are gathered")
     reductions = [name for name in starts if name.startswith("reduce")]
-    for name, following in zip(reductions, reductions[1:], strict=False):
+    for name, following in itertools.pairwise(reductions):
         if waits[name][0] < starts[following]:
             problems.append(f"{name} is awaited before {following} is started")
         if not any(step.kind in ("matmul", "kernel") for step in steps[starts[name] : waits[name][0]]):
