@@ -1,0 +1,169 @@
+"""OverlapOptions: what is accepted, what each mistake says, and what the caches' keys see."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch._dynamo.exc import BackendCompilerFailed
+
+from fsdp_passes import OverlapOptions, fully_shard, overlap_fsdp
+from fsdp_passes.errors import OptionValueError, UnknownOptionError
+from fsdp_passes.options import BUCKET_MODES, INNER_COMPILERS, RESERVED_INDUCTOR_OPTIONS
+from fsdp_passes.pipeline import record_compilations
+from tests.graphs import Layer, compile_step, folded, sharded_transformer, transformer_record
+from tests.graphs import eight_fake_ranks as eight_fake_ranks
+
+OTHER_VALUES: dict[str, Any] = {
+    "prefetch": 2,
+    "inner": "aot_eager",
+    "bucket_mode": "packed",
+    "unify_communication_stream": False,
+    "nvtx": False,
+    "verify": False,
+    "inductor": {"reorder_for_peak_memory": False},
+}
+
+
+def message(**options: Any) -> str:
+    with pytest.raises(OptionValueError) as raised:
+        OverlapOptions.from_dict(options)
+    return str(raised.value)
+
+
+def test_the_defaults() -> None:
+    assert_expected_inline(
+        folded(str(OverlapOptions())),
+        """\
+OverlapOptions(prefetch=1, inner='inductor', bucket_mode='coalesced', unify_communication_stream=True, nvtx=True,
+        verify=True, inductor={})""",
+    )
+    assert OverlapOptions.from_dict(None) == OverlapOptions.from_dict({}) == OverlapOptions()
+
+
+def test_every_option_can_be_set() -> None:
+    assert OTHER_VALUES.keys() == {field.name for field in dataclasses.fields(OverlapOptions)}
+    options = OverlapOptions.from_dict(OTHER_VALUES)
+    for name, value in OTHER_VALUES.items():
+        assert getattr(options, name) == value != getattr(OverlapOptions(), name)
+
+
+def test_options_are_frozen_and_the_users_dict_is_left_alone() -> None:
+    given = {"prefetch": 2}
+    options = OverlapOptions.from_dict(given)
+    assert given == {"prefetch": 2}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.prefetch = 3  # type: ignore[misc]
+
+
+def test_an_unknown_option_lists_the_valid_ones_and_the_closest() -> None:
+    with pytest.raises(UnknownOptionError) as raised:
+        OverlapOptions.from_dict({"prefetch": 1, "prefech": 2})
+    assert_expected_inline(
+        folded(str(raised.value)),
+        """\
+prefech: expected one of the options bucket_mode, inductor, inner, nvtx, prefetch, unify_communication_stream,
+        verify, found 'prefech'. Did you mean 'prefetch'?""",
+    )
+
+
+def test_an_unknown_option_that_is_like_no_other_has_no_suggestion() -> None:
+    with pytest.raises(UnknownOptionError, match=r"found 'zzz'\.$"):
+        OverlapOptions.from_dict({"zzz": 1})
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, "1", True, None])
+def test_prefetch_must_be_a_positive_integer(value: Any) -> None:
+    assert message(prefetch=value) == f"prefetch: expected an integer of at least 1, found {value!r}."
+
+
+@pytest.mark.parametrize("value", ["Inductor", "", None, 1, ["inductor"]])
+def test_inner_must_be_a_known_compiler(value: Any) -> None:
+    assert message(inner=value) == f"inner: expected one of inductor, aot_eager, eager, found {value!r}."
+
+
+@pytest.mark.parametrize("value", ["pack", None, True])
+def test_bucket_mode_must_be_known(value: Any) -> None:
+    assert message(bucket_mode=value) == f"bucket_mode: expected one of coalesced, packed, found {value!r}."
+
+
+@pytest.mark.parametrize("name", ["unify_communication_stream", "nvtx", "verify"])
+@pytest.mark.parametrize("value", [0, 1, "True", None])
+def test_switches_must_be_true_or_false(name: str, value: Any) -> None:
+    assert message(**{name: value}) == f"{name}: expected True or False, found {value!r}."
+
+
+@pytest.mark.parametrize("value", [None, [], "max-autotune"])
+def test_inductor_must_be_a_dict(value: Any) -> None:
+    assert message(inductor=value) == f"inductor: expected a dict of Inductor options, found {value!r}."
+
+
+@pytest.mark.parametrize("name", RESERVED_INDUCTOR_OPTIONS)
+def test_inductor_options_that_the_passes_need_are_refused(name: str) -> None:
+    text = message(inductor={"reorder_for_peak_memory": False, name: None})
+    assert text.startswith("inductor: expected options other than joint_custom_post_pass, ")
+    assert text.endswith(f" (set by us), found '{name}'.")
+
+
+@pytest.mark.parametrize("inner", INNER_COMPILERS)
+@pytest.mark.parametrize("bucket_mode", BUCKET_MODES)
+def test_every_documented_value_is_accepted(inner: str, bucket_mode: str) -> None:
+    assert OverlapOptions(inner=inner, bucket_mode=bucket_mode).inner == inner
+
+
+# ---- the caches' key -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_the_fingerprint_differs_when_an_option_does(name: str) -> None:
+    changed = dataclasses.replace(OverlapOptions(), **{name: OTHER_VALUES[name]})
+    assert changed.fingerprint() != OverlapOptions().fingerprint()
+    assert changed.fingerprint() == dataclasses.replace(changed).fingerprint()
+
+
+def test_the_fingerprint_does_not_depend_on_the_order_of_inductor_options() -> None:
+    forth, back = {"a": 1, "b": 2}, {"b": 2, "a": 1}
+    assert OverlapOptions(inductor=forth).fingerprint() == OverlapOptions(inductor=back).fingerprint()
+    assert OverlapOptions(inductor=forth).fingerprint() != OverlapOptions(inductor={"a": 2, "b": 1}).fingerprint()
+
+
+# ---- through torch.compile -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"prefetch": 0}, "prefetch: expected an integer"), ({"bucketing": "packed"}, "bucketing: expected one of")],
+)
+@pytest.mark.usefixtures("eight_fake_ranks")
+def test_a_mistake_reaches_the_user_before_anything_is_compiled(options: dict[str, Any], expected: str) -> None:
+    layer = fully_shard(Layer(8))
+    with pytest.raises(BackendCompilerFailed, match=expected) as raised, record_compilations() as records:
+        torch.compile(layer, backend=overlap_fsdp, options=options)(torch.ones(4, 8))
+    assert isinstance(raised.value.inner_exception, OptionValueError | UnknownOptionError)
+    assert records == []
+
+
+@pytest.mark.usefixtures("eight_fake_ranks")
+def test_the_record_holds_the_options_that_were_given() -> None:
+    assert transformer_record(prefetch=2, nvtx=False).options == OverlapOptions(
+        prefetch=2, nvtx=False, inner="aot_eager"
+    )
+
+
+@pytest.mark.usefixtures("eight_fake_ranks")
+def test_packed_buckets_are_single_collectives() -> None:
+    for graph in transformer_record(bucket_mode="packed").graphs:
+        text = graph.passes["annotate_regions"]
+        assert "_coalesced" not in text
+        assert "all_gather_into_tensor.default" in text
+
+
+@pytest.mark.usefixtures("eight_fake_ranks")
+def test_two_communication_streams_reduce_over_a_group_of_their_own() -> None:
+    _, backward = compile_step(sharded_transformer(), torch.arange(4), unify_communication_stream=False).graphs
+    for line in backward.passes["annotate_regions"].splitlines():
+        if "_coalesced" in line:
+            assert line.endswith("'0:reduce')" if "reduce_scatter" in line else "'0')")
