@@ -1,0 +1,120 @@
+"""The text of every error: what was expected, what was found, what to do."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from expecttest import assert_expected_inline
+
+from fsdp_passes import errors
+from fsdp_passes.errors import FsdpError
+from tests.graphs import folded
+
+EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
+    errors.NoProcessGroupError: (),
+    errors.AlreadyShardedError: ("Block",),
+    errors.WrapOrderError: ("Linear", "weight", "layers.0"),
+    errors.ForeignDTensorError: ("head.weight", "mesh (4,) as (Replicate(),)", "(2,)"),
+    errors.MeshError: ("one with 2 dimensions, ('replicate', 'shard')",),
+    errors.UnsupportedArgumentError: ("reshard_after_forward", 2, "Use True, False or None."),
+    errors.UnsupportedParameterError: ("scale", "a scalar", "Give it the shape (1,)."),
+    errors.IntegerParameterError: ("table", "torch.int64"),
+    errors.CapturedParameterError: ("weight_ih_l0", "lstm", "_flat_weights"),
+    errors.UnitPatternError: ("blocks.*", [f"layers.{i}" for i in range(20)]),
+    errors.UnknownOptionError: ("prefech", ["verify", "prefetch"]),
+    errors.OptionValueError: ("prefetch", 0, "an integer of at least 1"),
+    errors.MutatedParameterError: ("layers.0.weight",),
+    errors.ScheduleError: ("forward graph of units root", ["all_gather 0 (unit 0): is started but never awaited", "b"]),
+    errors.UseBeforeWaitError: ("aten.mm", "all_gather", "layers.0", "  model.py:3"),
+    errors.NotAUnitError: ("Linear",),
+}
+
+
+def test_every_class_has_an_example_here_and_every_error_is_an_fsdp_error() -> None:
+    classes = {
+        value
+        for value in vars(errors).values()
+        if inspect.isclass(value) and issubclass(value, Exception) and value.__module__ == errors.__name__
+    }
+    warnings = {value for value in classes if issubclass(value, Warning)}
+    assert {value.__name__ for value in warnings} == {"NothingShardedWarning", "ScheduleWarning"}
+    assert classes - warnings - {FsdpError} == EXAMPLES.keys()
+    assert all(issubclass(value, FsdpError) for value in EXAMPLES)
+
+
+@pytest.mark.parametrize("error", EXAMPLES)
+def test_errors_are_also_of_the_builtin_kind_that_fits(error: type[FsdpError]) -> None:
+    builtin = (ValueError, RuntimeError, NotImplementedError, AssertionError)
+    assert issubclass(error, builtin)
+    assert (error.__doc__ or "").strip()
+    with pytest.raises(FsdpError):
+        raise error(*EXAMPLES[error])
+
+
+def test_golden_texts() -> None:
+    texts = "\n".join(f"[{error.__name__}]\n{error(*arguments)}" for error, arguments in EXAMPLES.items())
+    assert_expected_inline(
+        folded(texts.replace("…", "...")),  # expecttest writes ASCII only
+        """\
+[NoProcessGroupError]
+fully_shard: expected an initialized process group, found none. Call torch.distributed.init_process_group() first
+        (torchrun sets its environment variables), or pass a mesh made by init_device_mesh().
+[AlreadyShardedError]
+Block: expected a module that is not yet a unit, found one that fully_shard has already been called on. Call
+        fully_shard once per module; a nested module can be a unit of its own.
+[WrapOrderError]
+Linear: expected children to be sharded before their parents, found that the unit 'layers.0' already owns its
+        parameter 'weight'. Call fully_shard on the innermost modules first and on the root last.
+[ForeignDTensorError]
+head.weight: expected a plain tensor to shard on mesh (2,), found a DTensor on mesh (4,) as (Replicate(),). Shard
+        each parameter with one library only; to leave this one as it is, pass it in ignored_params.
+[MeshError]
+mesh: expected a DeviceMesh with one dimension, found one with 2 dimensions, ('replicate', 'shard'). Take one
+        dimension of it, for example mesh['shard'].
+[UnsupportedArgumentError]
+reshard_after_forward: found 2, which is not supported. Use True, False or None.
+[UnsupportedParameterError]
+scale: expected a parameter that can be split along dimension 0, found a scalar. Give it the shape (1,).
+[IntegerParameterError]
+table: expected a floating-point dtype because the parameter requires a gradient, found torch.int64. Freeze it with
+        requires_grad_(False), or store it as a buffer.
+[CapturedParameterError]
+weight_ih_l0: expected the module's parameter table to hold its only reference, found another one in the attribute
+        '_flat_weights' of lstm, which would go on reading the unsharded weight. Read the parameter by its name
+        instead, or pass it in ignored_params.
+[UnitPatternError]
+units: expected every pattern to match a module, found no match for 'blocks.*'. Modules with parameters: layers.0,
+        layers.1, layers.2, layers.3, layers.4, layers.5, layers.6, layers.7, layers.8, layers.9, layers.10,
+        layers.11, .... '*' matches within one part of a path, '**' any number of parts.
+[UnknownOptionError]
+prefech: expected one of the options prefetch, verify, found 'prefech'. Did you mean 'prefetch'?
+[OptionValueError]
+prefetch: expected an integer of at least 1, found 0.
+[MutatedParameterError]
+layers.0.weight: expected compiled code only to read this parameter, found that it is modified in place. The change
+        would be lost when the gathered weight is released. Modify parameters outside the compiled function, as an
+        optimizer does.
+[ScheduleError]
+forward graph of units root: expected a schedule that keeps every invariant, found 2 violation(s):
+  - all_gather 0 (unit 0): is started but never awaited
+  - b
+This is a defect of fsdp_passes or of an Inductor option that reorders kernels; please report it with the graph.
+        options={'verify': False} runs the graph unchecked.
+[UseBeforeWaitError]
+aten.mm: expected the all_gather of unit 'layers.0' to be awaited before its result is read, found it still on its
+        way. Wait for it first. The reader:
+  model.py:3
+[NotAUnitError]
+Linear: expected a module that fully_shard was called on, found one that is no unit. Call fully_shard on it, or name
+        the unit that owns its parameters.""",
+    )
+
+
+def test_a_schedule_error_holds_the_problems() -> None:
+    assert errors.ScheduleError("here", ["first", "second"]).problems == ("first", "second")
+
+
+def test_long_lists_of_modules_are_cut_and_short_ones_shown_whole() -> None:
+    assert "layers.11, …. '*'" in str(errors.UnitPatternError("c", [f"layers.{i}" for i in range(13)]))
+    assert "Modules with parameters: a, b. '*'" in str(errors.UnitPatternError("c", ["a", "b"]))
