@@ -17,7 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
-from torch._inductor import ir
+from torch._inductor import custom_graph_pass, ir
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.dependencies import WeakDep
@@ -32,6 +32,7 @@ __all__ = [
     "CheckpointPolicy",
     "CustomGraphPass",
     "FakeTensorMode",
+    "SchedulerPass",
     "add_order_dependency",
     "all_gather_coalesced",
     "aot_autograd",
@@ -63,6 +64,10 @@ __all__ = [
     "without_version_bump",
     "wrap_boxed",
 ]
+
+
+# The base class that lets Inductor's caches accept a pass over scheduler nodes; 2.11 has one class for all passes.
+SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
@@ -213,7 +218,7 @@ def inductor_schedulers_off() -> dict[str, Any]:
 def compile_fx_and_inspect(
     gm: fx.GraphModule, inputs: list[Any], patches: dict[str, Any], inspect: Callable[[str, bool], None]
 ) -> Callable[..., Any]:
-    """`compile_fx`; `inspect(source, is_backward)` sees the generated code of each graph, from a warm cache too."""
+    """`compile_fx`; `inspect(source, is_backward)` sees the code of each graph, from the graph cache too."""
 
     def inner_compile(graph: fx.GraphModule, graph_inputs: Sequence[Any], **kwargs: Any) -> Any:
         output = compile_fx_inner(graph, graph_inputs, **kwargs)

@@ -35,6 +35,7 @@ from fsdp_passes.passes.insert_unshard import insert_unshard
 from fsdp_passes.pipeline import (
     CompilationRecord,
     LowerAndSchedule,
+    SchedulerPassWithSources,
     TagJointGraph,
     pin_and_verify,
     start_record,
@@ -151,11 +152,12 @@ def _compile_inner(
         **inductor_options,
         "joint_custom_post_pass": TagJointGraph(),
         "post_grad_custom_post_pass": LowerAndSchedule(settings, record),
-        "_pre_fusion_custom_pass": fence_reductions,
+        "_pre_fusion_custom_pass": SchedulerPassWithSources(fence_reductions),
     }
     if is_deterministic(inductor_options):
         # This mode skips the reordering passes below, so that the order after fusion has to be the last one.
-        patches |= {"_post_fusion_custom_pass": pin_and_verify, "reorder_for_peak_memory": False}
+        last = SchedulerPassWithSources(pin_and_verify)
+        patches |= {"_post_fusion_custom_pass": last, "reorder_for_peak_memory": False}
     else:
         patches |= {
             "reorder_for_compute_comm_overlap": True,

@@ -1,7 +1,8 @@
 """Inductor's generated Python, read as a schedule: the last level at which an order can be checked.
 
 What the scheduler was asked for and what is generated can differ: a release may add a reordering behind the last hook.
-The code is there from a warm cache too, when no pass runs.
+Code from Inductor's graph cache is read too; code from AOTAutograd's cache was read when it was made, by the same
+sources (they are part of the key).
 """
 
 from __future__ import annotations

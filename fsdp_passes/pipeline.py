@@ -20,6 +20,7 @@ from torch import fx
 
 from fsdp_passes._torch_compat import (
     CustomGraphPass,
+    SchedulerPass,
     get_hash_for_files,
     is_backward_graph,
     scheduled_graph_module,
@@ -171,6 +172,19 @@ class LowerAndSchedule(CustomGraphPass):
         if graph.owning_module is not None:
             graph.owning_module.meta[RECORD_META] = (self.record, result)
             graph.owning_module.recompile()
+
+
+class SchedulerPassWithSources(SchedulerPass):  # type: ignore[misc]
+    """A pass over Inductor's scheduler nodes whose cache key covers the sources of the whole package."""
+
+    def __init__(self, function: Callable[[list[Any]], list[Any]]) -> None:
+        self.function = function
+
+    def __call__(self, snodes: list[Any]) -> list[Any]:
+        return self.function(snodes)
+
+    def uuid(self) -> Any:
+        return (_sources_hash(), self.function.__name__)
 
 
 def verify_kernel_order(snodes: list[Any]) -> list[Any]:
