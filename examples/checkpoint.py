@@ -5,8 +5,11 @@ Every checkpoint is a folder `step-<n>`, written under another name and renamed 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,14 @@ def _barrier() -> None:
         dist.barrier()
 
 
+@contextlib.contextmanager
+def _one_process_is_meant() -> Iterator[None]:
+    """Without a process group, torch warns that it saves and loads in one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
 def _checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
 
@@ -51,11 +62,12 @@ def save(folder: Path, progress: dict[str, Any], model: nn.Module, optimizer: to
         unfinished.mkdir(parents=True)
     _barrier()
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save(
-        {"model": model_state, "optimizer": optimizer_state},
-        checkpoint_id=unfinished,
-        no_dist=not dist.is_initialized(),
-    )
+    with _one_process_is_meant():
+        dcp.save(
+            {"model": model_state, "optimizer": optimizer_state},
+            checkpoint_id=unfinished,
+            no_dist=not dist.is_initialized(),
+        )
     if is_first_rank():
         older = _checkpoints(folder)  # more than one when a run was killed while it removed them
         (unfinished / PROGRESS).write_text(json.dumps(progress))
@@ -84,8 +96,7 @@ def load_newest(
             "Use the flags that it was written with, or another folder."
         )
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.load(
-        {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path, no_dist=not dist.is_initialized()
-    )
+    with _one_process_is_meant():
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     return progress

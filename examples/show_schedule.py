@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 import ranks
 from fsdp_passes import fully_shard, overlap_fsdp
 from fsdp_passes.pipeline import CompilationRecord, GraphRecord, record_compilations
-from fsdp_passes.schedule import ScheduleEvent
+from fsdp_passes.schedule import Bucket, ScheduleEvent
 from gpt import GPT
 from text import Batches, read_stdlib
 
@@ -42,7 +42,7 @@ def schedule_lines(graph: GraphRecord, unit_names: Sequence[str]) -> list[str]:
     return lines
 
 
-def _line_key(event: ScheduleEvent) -> tuple[object, object]:
+def _line_key(event: ScheduleEvent) -> tuple[str, Bucket | None]:
     return (event.kind, event.bucket) if event.bucket is not None else ("compute", None)
 
 

@@ -74,7 +74,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     elif args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device on this machine. Use --device cpu.")
     started = ranks.num_ranks_here() if ranks.is_under_torchrun() else None
-    wanted = args.ranks or started
+    wanted = started if args.ranks is None else args.ranks
     if args.way == "reference":
         if wanted not in (None, 1):
             parser.error(f"--reference is one process, not {wanted} ranks. Leave out --ranks and start it with python.")
@@ -101,7 +101,7 @@ def shard(model: nn.Module, args: argparse.Namespace) -> Callable[[Tensor, Tenso
     """Shard the model, every block a unit of its own; what to call instead of it."""
     mesh = init_device_mesh(args.device, (args.ranks,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if args.bf16 else None
-    for layer in model.layers:
+    for layer in model.layers.children():
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model if args.way == "eager" else torch.compile(model, backend=overlap_fsdp)
