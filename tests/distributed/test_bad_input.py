@@ -1,0 +1,272 @@
+"""Mistakes get an error that names the place, what was expected and what to do, and the model is left as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fsdp_passes import errors, fully_shard, overlap_fsdp
+from tests.distributed.checks import compiled, float_batches
+from tests.graphs import eight_fake_ranks as eight_fake_ranks
+from tests.ranks import RankPool
+from tests.training import assert_same, build, my_share, train
+
+HERE = "tests.distributed.test_bad_input"
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x).square().mean()
+
+
+def snapshot(model: nn.Module) -> list[Any]:
+    """Everything that sharding changes: classes, attributes, hooks, the parameter objects and what is set on them."""
+    seen: list[Any] = []
+    for path, module in model.named_modules():
+        seen += [path, type(module), sorted(module.__dict__), len(module._forward_hooks)]
+        seen += [len(module._forward_pre_hooks), *module._parameters]
+        for param in module._parameters.values():
+            seen += [id(param), type(param), sorted(getattr(param, "__dict__", ()))]
+    return seen
+
+
+@contextlib.contextmanager
+def refused(model: nn.Module, error: type[errors.FsdpError], *parts: str) -> Iterator[None]:
+    """The code inside raises `error`, whose message has all `parts`, and does nothing to `model`."""
+    before = snapshot(model)
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with pytest.raises(error) as raised:
+        yield
+    message = str(raised.value)
+    for part in parts:
+        assert part in message, message
+    assert message.startswith(parts[0]), f"the place comes first: {message}"
+    assert snapshot(model) == before
+    for name, param in model.named_parameters():
+        assert torch.equal(param.detach(), values[name]), name
+
+
+def assert_still_trains(model: nn.Module, *inputs: Tensor) -> None:
+    """The model computes and gives a gradient, unsharded; then a correct call shards it."""
+    model(*inputs).sum().backward()
+    assert all(type(param.grad) is Tensor for param in model.parameters() if param.requires_grad)
+    model.zero_grad()
+
+
+# ---- fully_shard -----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_process_group() -> None:
+    model = Model()
+    parts = "expected an initialized process group", "found none", "init_process_group()", "init_device_mesh()"
+    with refused(model, errors.NoProcessGroupError, "fully_shard", *parts):
+        fully_shard(model, units=["layers.*"])
+    assert_still_trains(model, torch.ones(2, 8))
+
+
+@pytest.mark.usefixtures("eight_fake_ranks")
+class TestFullyShard:
+    def test_twice_on_one_module(self) -> None:
+        model = Model()
+        fully_shard(model.head)
+        with refused(model, errors.AlreadyShardedError, "Linear", "already been called", "once per module"):
+            fully_shard(model.head)
+        with refused(model, errors.AlreadyShardedError, "head"):
+            fully_shard(model, units=["head"])
+        fully_shard(model)
+        with refused(model, errors.AlreadyShardedError, "Model"):
+            fully_shard(model)
+
+    def test_a_parent_before_its_child(self) -> None:
+        model = fully_shard(Model())
+        parts = "'root'", "'weight'", "innermost modules first"
+        with refused(model, errors.WrapOrderError, "Linear", *parts):
+            fully_shard(model.layers[0])
+
+    def test_a_parameter_that_is_a_dtensor_on_another_mesh(self) -> None:
+        model = Model()
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "tensor"))
+        weight = model.layers[1].weight
+        model.layers[1].weight = nn.Parameter(distribute_tensor(weight.detach(), mesh["tensor"], [Shard(0)]))
+        parts = "expected a plain tensor", "DTensor", "tensor", "ignored_params"
+        with refused(model, errors.ForeignDTensorError, "layers.1.weight", *parts):
+            fully_shard(model, units=["layers.*"])
+        fully_shard(model, units=["layers.*"], ignored_params={model.layers[1].weight})
+
+    def test_a_mesh_of_two_dimensions(self) -> None:
+        model = Model()
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        parts = "expected a DeviceMesh with one dimension", "2 dimensions", "replicate", "mesh['shard']"
+        with refused(model, errors.MeshError, "mesh", *parts):
+            fully_shard(model, mesh=mesh)
+        assert_still_trains(model, torch.ones(2, 8))
+        fully_shard(model, mesh=mesh["shard"])
+        assert model.head.weight.device_mesh.size() == 4
+
+    @pytest.mark.parametrize(
+        ("argument", "value"),
+        [
+            ("reshard_after_forward", 4),
+            ("reshard_after_forward", "yes"),
+            ("shard_placement_fn", lambda param: Shard(1)),
+            ("offload_policy", CPUOffloadPolicy()),
+        ],
+    )
+    def test_arguments_without_support(self, argument: str, value: Any) -> None:
+        model = Model()
+        with refused(model, errors.UnsupportedArgumentError, argument, "not supported"):
+            fully_shard(model, **{argument: value})
+        assert_still_trains(model, torch.ones(2, 8))
+        fully_shard(model, reshard_after_forward=True, offload_policy=OffloadPolicy())
+
+    @pytest.mark.parametrize(
+        ("value", "found", "instead"),
+        [(torch.tensor(1.0), "a scalar", "(1,)"), (torch.empty(0, 8), "(0, 8)", "ignored_params")],
+    )
+    def test_a_parameter_without_rows(self, value: Tensor, found: str, instead: str) -> None:
+        model = Model()
+        model.layers[1].register_parameter("extra", nn.Parameter(value))
+        parts = "split along dimension 0", found, instead
+        with refused(model, errors.UnsupportedParameterError, "layers.1.extra", *parts):
+            # The head and layer 0 would be fine: nothing of them is sharded either.
+            fully_shard(model, units=["layers.0", "head"])
+        with refused(model, errors.UnsupportedParameterError, "layers.1.extra", *parts):
+            fully_shard(model, units=["layers.*"])
+        fully_shard(model, units=["layers.*"], ignored_params={model.layers[1].extra})
+
+    def test_an_integer_parameter_that_requires_a_gradient(self) -> None:
+        class Quantized(nn.Parameter):
+            """PyTorch's own class refuses this; those of quantization libraries may not."""
+
+            requires_grad = True
+
+        model = Model()
+        model.head.weight = Quantized(torch.ones(3, 8, dtype=torch.int8), requires_grad=False)
+        parts = "floating-point", "int8", "requires_grad_(False)", "buffer"
+        with refused(model, errors.IntegerParameterError, "head.weight", *parts):
+            fully_shard(model, units=["layers.*"])
+
+    def test_a_parameter_that_a_module_also_keeps_in_a_list(self) -> None:
+        model = nn.ModuleDict({"rnn": nn.LSTM(4, 5), "head": nn.Linear(5, 2)})
+        parts = "_flat_weights", "only reference", "ignored_params"
+        with refused(model, errors.CapturedParameterError, "rnn.weight_ih_l0", *parts):
+            fully_shard(model, units=["head"])
+        fully_shard(model, units=["head"], ignored_params=set(model["rnn"].parameters()))
+
+    def test_a_pattern_that_matches_no_module(self) -> None:
+        model = Model()
+        parts = "'blocks.*'", "layers.0", "head", "'**'"
+        with refused(model, errors.UnitPatternError, "units", *parts):
+            fully_shard(model, units=["layers.*", "blocks.*"])
+        with refused(model, errors.UnitPatternError, "units", "'layers.*.weight'"):
+            fully_shard(model, units=["layers.*.weight"])
+        assert_still_trains(model, torch.ones(2, 8))
+        fully_shard(model, units=["layers.*"])
+
+    def test_every_error_is_a_fsdp_error_and_the_builtin_that_fits(self) -> None:
+        with pytest.raises(ValueError, match="units") as raised:
+            fully_shard(Model(), units=["nothing"])
+        assert isinstance(raised.value, errors.FsdpError)
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+def warnings_of_an_unsharded_model() -> list[str]:
+    model, reference = build(Model)
+    call = compiled(model, dynamic=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")  # as Python shows them: each once per place
+        for rows in (2, 4, 1, 3):
+            x = torch.randn(rows, 8)
+            torch.testing.assert_close(call(x), reference(x))
+            call(x).backward()
+    assert all(param.grad is not None for param in model.parameters())
+    return [str(w.message) for w in caught if issubclass(w.category, errors.NothingShardedWarning)]
+
+
+def test_an_unsharded_model_is_compiled_with_one_warning() -> None:
+    """In a process of its own: it is to be shown once, however often the model is compiled again."""
+    pool = RankPool(1)
+    (found,) = pool.run(f"{HERE}:warnings_of_an_unsharded_model")
+    pool.close()
+    assert len(found) == 1, found
+    assert "expected a model with sharded parameters" in found[0]
+    assert "fully_shard()" in found[0]
+
+
+def test_code_without_parameters_is_compiled_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", errors.NothingShardedWarning)
+        assert torch.equal(compiled(lambda x: x + 1)(torch.ones(3)), torch.full((3,), 2.0))
+
+
+class Writes(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.write(self.layers[1].weight)
+        return super().forward(x)
+
+
+def scale(weight: Tensor) -> None:
+    weight.mul_(0.5)
+
+
+def write_through_a_view(weight: Tensor) -> None:
+    weight.t()[0].add_(1)
+
+
+def mutated_parameter(write: Callable[[Tensor], None]) -> None:
+    """The error comes on every rank; afterwards the same model trains with code that only reads."""
+    model, reference = build(Writes)
+    fully_shard(model, units=["layers.*"])
+    model.write = reference.write = write
+    with pytest.raises(BackendCompilerFailed) as raised:
+        compiled(model)(torch.ones(2, 8))
+    assert isinstance(raised.value.inner_exception, errors.MutatedParameterError)
+    message = str(raised.value.inner_exception)
+    assert message.startswith("layers.1.weight: expected compiled code only to read")
+    assert "as an optimizer does" in message
+
+    torch._dynamo.reset()
+    model.write = reference.write = lambda weight: None
+    batches = float_batches(2, 4, 8)
+    found = train(model, batches, sharded=True, call=compiled(model))
+    assert_same(found, train(reference, batches, sharded=False))
+
+
+@pytest.mark.parametrize("write", [scale, write_through_a_view])
+def test_compiled_code_that_writes_into_a_parameter(two_ranks: RankPool, write: Callable[[Tensor], None]) -> None:
+    two_ranks.run(f"{HERE}:mutated_parameter", write=write)
+
+
+def wrong_option() -> None:
+    model, reference = build(Model)
+    fully_shard(model, units=["layers.*"])
+    batches = float_batches(2, 4, 8)
+    for options, text in (({"prefetch": 0}, "prefetch: expected an integer"), ({"bucket": 1}, "bucket: expected one")):
+        with pytest.raises(BackendCompilerFailed, match=text):
+            torch.compile(model, backend=overlap_fsdp, options=options)(*my_share(batches[0]))
+    found = train(model, batches, sharded=True, call=compiled(model))
+    assert_same(found, train(reference, batches, sharded=False))
+
+
+def test_after_a_wrong_option_the_model_compiles_and_trains(two_ranks: RankPool) -> None:
+    two_ranks.run(f"{HERE}:wrong_option")
