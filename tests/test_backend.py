@@ -1,0 +1,106 @@
+"""overlap_fsdp as torch.compile finds it: by object, by name, with options and a mode."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_passes import fully_shard, overlap_fsdp
+from fsdp_passes.errors import NothingShardedWarning
+from fsdp_passes.pipeline import record_compilations
+from tests.graphs import TinyTransformer
+from tests.graphs import one_rank as one_rank
+from tests.inductor_code import NO_CACHE
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def is_installed() -> bool:
+    return any(entry.name == "overlap_fsdp" for entry in importlib.metadata.entry_points(group="torch_dynamo_backends"))
+
+
+def assert_trains(backend: Any, options: dict[str, Any] | None) -> str:
+    """One step equals the unsharded model's; returns the inner compiler that the options chose."""
+    reference = TinyTransformer()
+    model = fully_shard(copy.deepcopy(reference), units=["layers.*"])
+    tokens = torch.arange(4)
+    with record_compilations() as records:
+        found = torch.compile(model, backend=backend, options=options)(tokens)
+        found.square().sum().backward()
+    expected = reference(tokens)
+    expected.square().sum().backward()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad.full_tensor(), reference.get_parameter(name).grad, rtol=0, atol=1e-5)
+    (record,) = records
+    assert record.unit_names == ["root", "layers.0", "layers.1", "layers.2"]
+    return record.options.inner
+
+
+@pytest.mark.skipif(not is_installed(), reason="entry points exist only where the package is installed")
+@pytest.mark.parametrize("options", [{"inner": "aot_eager"}, {"inner": "eager", "prefetch": 2}])
+def test_the_backend_is_found_by_name_and_takes_options(options: dict[str, Any]) -> None:
+    assert "overlap_fsdp" in torch._dynamo.list_backends()
+    assert assert_trains("overlap_fsdp", options) == options["inner"]
+
+
+@pytest.mark.skipif(not is_installed(), reason="entry points exist only where the package is installed")
+def test_by_name_an_unknown_option_is_refused_as_well() -> None:
+    layer = fully_shard(nn.Linear(8, 8))
+    with pytest.raises(Exception, match="prefech: expected one of the options"):
+        torch.compile(layer, backend="overlap_fsdp", options={"prefech": 1})(torch.ones(1, 8))
+
+
+@pytest.mark.parametrize("inner", ["inductor", "aot_eager", "eager"])
+def test_each_inner_compiler_trains(inner: str) -> None:
+    assert assert_trains(overlap_fsdp, {"inner": inner, "inductor": NO_CACHE}) == inner
+
+
+def test_without_options_inductor_runs() -> None:
+    assert assert_trains(overlap_fsdp, None) == "inductor"
+
+
+def test_fullgraph_holds_the_whole_model() -> None:
+    model = fully_shard(TinyTransformer(), units=["layers.*"])
+    compiled = torch.compile(model, backend=overlap_fsdp, options={"inner": "aot_eager"}, fullgraph=True)
+    with record_compilations() as records:
+        compiled(torch.arange(4)).sum().backward()
+    assert [len(record.graphs) for record in records] == [2]
+
+
+def test_with_dynamic_shapes_one_compilation_serves_every_length() -> None:
+    model = fully_shard(TinyTransformer(), units=["layers.*"])
+    compiled = torch.compile(model, backend=overlap_fsdp, options={"inner": "aot_eager"}, dynamic=True)
+    with record_compilations() as records:
+        for length in (4, 5, 7, 10):
+            compiled(torch.arange(length)).sum().backward()
+    # Dynamo tries once with the norms' epsilon as an input and starts again before anything is lowered.
+    assert [len(record.graphs) for record in records if record.graphs] == [2]
+
+
+def test_a_model_that_is_not_sharded_is_compiled_plainly_and_says_so() -> None:
+    reference = nn.Linear(8, 8)
+    x = torch.ones(2, 8)
+    compiled = torch.compile(reference, backend=overlap_fsdp, options={"inner": "aot_eager"})
+    with (
+        pytest.warns(NothingShardedWarning, match=r"Call fully_shard\(\) on the model"),
+        record_compilations() as records,
+    ):
+        found = compiled(x)
+    assert records == []
+    torch.testing.assert_close(found, reference(x), rtol=0, atol=0)
+    found.sum().backward()
+    torch.testing.assert_close(reference.bias.grad, torch.full((8,), 2.0))
+
+
+def test_a_function_without_parameters_needs_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NothingShardedWarning)
+        found = torch.compile(lambda x: x * 2, backend=overlap_fsdp, options={"inner": "aot_eager"})(torch.ones(2))
+    assert torch.equal(found, torch.full((2,), 2.0))
