@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
-from torch._inductor import custom_graph_pass, ir
+from torch._inductor import custom_graph_pass, ir, list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.dependencies import WeakDep
@@ -44,6 +45,7 @@ __all__ = [
     "detect_fake_mode",
     "get_hash_for_files",
     "group_of",
+    "inductor_mode_options",
     "inductor_schedulers_off",
     "is_backward_graph",
     "is_deterministic",
@@ -55,6 +57,7 @@ __all__ = [
     "reduce_scatter_coalesced",
     "refresh_ancestors",
     "register_group_alias",
+    "replace_local_tensor",
     "scheduled_fx_nodes",
     "scheduled_graph_module",
     "scheduler_node_kind",
@@ -77,6 +80,12 @@ def local_tensor(param: torch.Tensor) -> torch.Tensor:
     """A DTensor's own local tensor, without the autograd node that `to_local()` adds."""
     assert isinstance(param, DTensor), f"expected a DTensor, found {type(param).__name__}"
     return param._local_tensor
+
+
+def replace_local_tensor(param: torch.Tensor, local: torch.Tensor) -> None:
+    """Let a DTensor keep its rows in `local`, which has the same shape and values."""
+    assert isinstance(param, DTensor), f"expected a DTensor, found {type(param).__name__}"
+    param._local_tensor = local
 
 
 def make_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:
@@ -207,6 +216,11 @@ _INDUCTOR_SCHEDULERS = {
     "bucket_reduce_scatters_fx": "none",
     "_micro_pipeline_tp": False,
 }
+
+
+def inductor_mode_options(mode: str | None) -> dict[str, Any]:
+    """The Inductor options that `torch.compile(mode=...)` stands for."""
+    return {} if mode in (None, "default") else dict(list_mode_options(mode))
 
 
 def inductor_schedulers_off() -> dict[str, Any]:

@@ -12,11 +12,13 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from fsdp_passes._torch_compat import (
+    FakeTensorMode,
     aot_autograd,
     compile_fx,
     compile_fx_and_inspect,
     copy_dynamo_graph,
     detect_fake_mode,
+    inductor_mode_options,
     inductor_schedulers_off,
     is_deterministic,
     make_dtensor,
@@ -71,7 +73,7 @@ def overlap_fsdp(
         ScheduleError: the schedule breaks an invariant (with `verify=True`).
     """
     settings = OverlapOptions.from_dict(options)
-    inductor_options = {**_mode_options(mode), **settings.inductor}
+    inductor_options = {**inductor_mode_options(mode), **settings.inductor}
     for example in example_inputs:
         param = fsdp_parameter_of(example)
         if param is not None:
@@ -97,12 +99,6 @@ def overlap_fsdp(
     return functools.partial(_run, inner, recompile, positions, label_from, settings)
 
 
-def _mode_options(mode: str | None) -> dict[str, Any]:
-    if mode in (None, "default"):
-        return {}
-    return dict(torch._inductor.list_mode_options(mode))
-
-
 def _warn_nothing_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Graphs between two graph breaks often have no parameters at all; only unsharded parameters deserve a warning."""
     if any(isinstance(example, torch.nn.Parameter) for example in example_inputs):
@@ -116,7 +112,7 @@ def _warn_nothing_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> 
 
 def _local_inputs(example_inputs: Sequence[Any], positions: Sequence[int], label_from: Sequence[int]) -> list[Any]:
     """The compiler's example inputs: fake shards where the placeholders were, then the labels."""
-    fake_mode = detect_fake_mode() or torch._subclasses.FakeTensorMode()
+    fake_mode = detect_fake_mode() or FakeTensorMode()
     inputs = list(example_inputs)
     params = [_parameter_at(example_inputs, position) for position in positions]
     for position, param in zip(positions, params, strict=True):

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives
 from torch import Tensor
 
 from fsdp_passes._torch_compat import group_of

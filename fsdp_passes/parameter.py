@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_passes._torch_compat import local_tensor, without_version_bump
+from fsdp_passes._torch_compat import local_tensor, replace_local_tensor, without_version_bump
 
 if TYPE_CHECKING:
     from fsdp_passes.unit import FsdpUnit
@@ -116,7 +116,7 @@ class FsdpParameter:
             self.placeholder = self._make_placeholder(local.device, param.requires_grad)
         self.padded_local = padded
         with torch.no_grad():
-            param._local_tensor = padded[: self.local_rows]  # type: ignore[attr-defined]
+            replace_local_tensor(param, padded[: self.local_rows])
         self._adopted_local = local_tensor(param)  # type: ignore[arg-type]
         self.initial_sharded_param = param
 

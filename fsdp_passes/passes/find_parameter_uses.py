@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,24 +9,7 @@ from torch import fx
 
 from fsdp_passes.errors import MutatedParameterError
 from fsdp_passes.parameter import FsdpParameter, fsdp_parameter_of
-
-
-@dataclasses.dataclass(frozen=True)
-class ParameterUse:
-    """A placeholder of the traced graph that is the full-shaped stand-in of a sharded parameter.
-
-    Attributes:
-        node: the placeholder.
-        position: its index among the graph's inputs.
-        param: the parameter that was found there while compiling. At run time the same position may hold the
-            parameter of another unit: one graph can serve every layer with the same code.
-        unit_index: index of the parameter's unit among the units of this graph, in order of first use.
-    """
-
-    node: fx.Node
-    position: int
-    param: FsdpParameter
-    unit_index: int
+from fsdp_passes.passes._uses import ParameterUse
 
 
 def find_parameter_uses(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[ParameterUse]:

@@ -9,7 +9,7 @@ from torch import fx
 
 from fsdp_passes._torch_compat import set_dynamo_source
 from fsdp_passes.ops import UNSHARD
-from fsdp_passes.passes.find_parameter_uses import ParameterUse
+from fsdp_passes.passes._uses import ParameterUse
 
 
 def insert_unshard(
