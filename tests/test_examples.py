@@ -6,6 +6,7 @@ import ast
 import json
 import operator
 import os
+import re
 import subprocess
 import sys
 import time
@@ -77,14 +78,55 @@ def assert_equal_losses(found: list[float], expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_each_example_has_a_main_that_explains_itself(script: str) -> None:
+def test_each_example_has_a_main_whose_result_is_the_exit_code(script: str) -> None:
     source = ast.parse((EXAMPLES / script).read_text())
     mains = [node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
-    assert len(mains) == 1
-    assert [argument.arg for argument in mains[0].args.args] == ["argv"]
+    assert [ast.unparse(main.returns) for main in mains if main.returns] == ["int"]
+    assert ast.unparse(source.body[-1]).splitlines() == ["if __name__ == '__main__':", "    sys.exit(main())"]
+
+
+@pytest.mark.parametrize("script", ["train_gpt.py", "show_schedule.py"])
+def test_examples_with_flags_explain_them(script: str) -> None:
     done = subprocess.run([sys.executable, str(EXAMPLES / script), "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "--ranks" in done.stdout
+
+
+def test_the_planted_mistake_is_found() -> None:
+    done = subprocess.run([sys.executable, str(EXAMPLES / "eager_debug.py")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout[:6]) == (0, "found:"), done.stderr
+
+
+def test_show_schedule_prints_both_schedules_and_the_hidden_share() -> None:
+    flags = ["--layers", "3", "--dim", "32", "--batch", "4", "--seq", "16", "--steps", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "show_schedule.py"), *flags],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    forward, backward = done.stdout.split("backward graph")
+    moves = [" ".join(line.split()[:3]) for line in forward.splitlines() if "all_gather" in line]
+    assert moves == [
+        "start all_gather root",
+        "start all_gather layers.0",
+        "wait all_gather root",
+        "start all_gather layers.1",
+        "wait all_gather layers.0",
+        "start all_gather layers.2",
+        "wait all_gather layers.1",
+        "wait all_gather layers.2",
+    ]
+    units = ["layers.2", "layers.1", "layers.0", "root"]
+    starts = [line.split()[2] for line in backward.splitlines() if "start reduce_scatter" in line]
+    waits = [line.split()[2] for line in backward.splitlines() if "wait  reduce_scatter" in line]
+    assert (starts, waits) == (units, units)
+    share = re.search(r"communication hidden: (\d+)%", done.stdout)
+    assert share is not None
+    assert 0 <= int(share[1]) <= 100
 
 
 def test_the_default_model_has_about_ten_million_parameters() -> None:
