@@ -117,8 +117,8 @@ def main(argv: list[str] | None = None) -> int:
     torch.manual_seed(0)
     model = GPT(args.dim, args.layers, args.seq)
     fully_shard(model, units=["layers.*"])
-    # A graph from Inductor's cache is not compiled, so there would be no schedule to show.
-    options = {"inductor": {"force_disable_caches": True}}
+    # A graph from the cache is not compiled, so there would be no schedule to show. Compiled kernels are reused.
+    options = {"inductor": {"fx_graph_cache": False}}
     compiled = torch.compile(model, backend=overlap_fsdp, options=options)
     optimizer = torch.optim.AdamW(model.parameters())
     batches = Batches(read_stdlib(), args.batch, args.seq, seed=0)
