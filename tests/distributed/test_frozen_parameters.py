@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 from fsdp_passes import fully_shard
 from fsdp_passes.pipeline import record_compilations
-from tests.distributed.checks import assert_trains_as_unsharded, collectives, compiled, float_batches
+from tests.distributed.checks import WAYS, assert_trains_as_unsharded, call_of, collectives, compiled, float_batches
 from tests.ranks import RankPool
 from tests.training import assert_same, build, my_share, recorded_collectives, train, whole
 
@@ -52,10 +53,11 @@ class LoraModel(nn.Module):
         return self.layers(self.stem(x)).square().mean()
 
 
-def lora_compiled_whole() -> None:
+def lora_as_a_whole(way: str) -> None:
     found = assert_trains_as_unsharded(
         LoraModel,
         float_batches(3, 8, 16),
+        way=way,
         shard=functools.partial(fully_shard, units=["layers.*"]),
         sends={
             "gathered": {"root": 2, "layers.0": 10, "layers.1": 10},
@@ -94,8 +96,9 @@ def lora_blocks_compiled_one_by_one() -> None:
     assert sum(name.startswith("all_gather") for name in seen) == 8
 
 
-def test_lora_reduces_adapters_only_and_leaves_the_base_as_it_was(two_ranks: RankPool) -> None:
-    two_ranks.run(f"{HERE}:lora_compiled_whole")
+@pytest.mark.parametrize("way", WAYS)
+def test_lora_reduces_adapters_only_and_leaves_the_base_as_it_was(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:lora_as_a_whole", way=way)
 
 
 def test_lora_blocks_compiled_one_by_one_compile_once_per_kind_of_input(two_ranks: RankPool) -> None:
@@ -138,18 +141,20 @@ class Reader(nn.Module):
         return self.weight ^ mask
 
 
-def integer_weights() -> None:
+def integer_weights(way: str) -> None:
     assert_trains_as_unsharded(
         Quantized,
         float_batches(3, 8, 8),
+        way=way,
         shard=functools.partial(fully_shard, units=["layers.0", "layers.2"]),
     )
     model, original = build(Quantized)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     with record_compilations() as records:
-        compiled(model)(my_share(float_batches(1, 8, 8)[0])[0].bfloat16()).backward()
-    assert sorted(collectives(records[0], "forward")) == ["all_gather root bfloat16 2", "all_gather root uint8 2"]
-    assert all("uint8" not in line for line in collectives(records[0], "backward") if "reduce" in line)
+        call_of(model, way)(my_share(float_batches(1, 8, 8)[0])[0].bfloat16()).backward()
+    if way != "fallback":
+        assert sorted(collectives(records[0], "forward")) == ["all_gather root bfloat16 2", "all_gather root uint8 2"]
+        assert all("uint8" not in line for line in collectives(records[0], "backward") if "reduce" in line)
     for name, param in original.named_parameters():
         assert model.get_parameter(name).dtype == param.dtype
         assert torch.equal(whole(model.get_parameter(name)), param), name
@@ -157,11 +162,12 @@ def integer_weights() -> None:
     reader, reference = build(Reader)
     fully_shard(reader, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     mask = torch.tensor([0, 255], dtype=torch.uint8)
-    assert torch.equal(compiled(reader)(mask), reference(mask))
+    assert torch.equal(call_of(reader, way)(mask), reference(mask))
 
 
-def test_frozen_integer_weights_are_never_cast_and_arrive_bit_by_bit(two_ranks: RankPool) -> None:
-    two_ranks.run(f"{HERE}:integer_weights")
+@pytest.mark.parametrize("way", WAYS)
+def test_frozen_integer_weights_are_never_cast_and_arrive_bit_by_bit(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:integer_weights", way=way)
 
 
 # ---- freezing between steps ------------------------------------------------------------------------------------------
@@ -176,10 +182,10 @@ class Mlp(nn.Module):
         return self.layers(x).square().mean()
 
 
-def freeze_and_unfreeze(names: list[str]) -> None:
+def freeze_and_unfreeze(way: str, names: list[str]) -> None:
     model, reference = build(Mlp)
     fully_shard(model, units=["layers.*"])
-    call = compiled(model)
+    call = call_of(model, way)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     for step, (x,) in enumerate(float_batches(7, 8, 8)):
         if step in (2, 4, 6):
@@ -197,20 +203,22 @@ def freeze_and_unfreeze(names: list[str]) -> None:
             optimizer.zero_grad()
 
 
-def test_a_parameter_frozen_between_steps_gets_no_gradient_from_the_next_step_on(two_ranks: RankPool) -> None:
-    two_ranks.run(f"{HERE}:freeze_and_unfreeze", names=["layers.2.weight"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_parameter_frozen_between_steps_gets_no_gradient_from_the_next_step_on(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:freeze_and_unfreeze", way=way, names=["layers.2.weight"])
 
 
-def test_a_unit_frozen_between_steps_passes_the_gradient_through(two_ranks: RankPool) -> None:
-    two_ranks.run(f"{HERE}:freeze_and_unfreeze", names=["layers.2.weight", "layers.2.bias"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_unit_frozen_between_steps_passes_the_gradient_through(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:freeze_and_unfreeze", way=way, names=["layers.2.weight", "layers.2.bias"])
 
 
-def unfreeze_later() -> None:
+def unfreeze_later(way: str) -> None:
     model, reference = build(Mlp)
     for module in (model, reference):
         module.layers[0].requires_grad_(False)
     fully_shard(model, units=["layers.*"])
-    call = compiled(model)
+    call = call_of(model, way)
     (x,) = float_batches(1, 8, 8)[0]
     for expect_grad in (False, True):
         for module in (model, reference):
@@ -224,5 +232,8 @@ def unfreeze_later() -> None:
                 torch.testing.assert_close(whole(param.grad), expected.grad, rtol=0, atol=1e-6, msg=name)
 
 
-def test_a_parameter_frozen_when_it_was_sharded_can_be_unfrozen_after_the_first_step(two_ranks: RankPool) -> None:
-    two_ranks.run(f"{HERE}:unfreeze_later")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_parameter_frozen_when_it_was_sharded_can_be_unfrozen_after_the_first_step(
+    two_ranks: RankPool, way: str
+) -> None:
+    two_ranks.run(f"{HERE}:unfreeze_later", way=way)

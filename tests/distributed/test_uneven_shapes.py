@@ -11,7 +11,16 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_passes import fully_shard
 from fsdp_passes.pipeline import record_compilations
-from tests.distributed.checks import assert_sends, collectives, compiled, float_batches
+from tests.distributed.checks import (
+    WAYS,
+    assert_fallback_sends,
+    assert_sends,
+    call_of,
+    collectives,
+    compiled,
+    float_batches,
+    recorded_regions,
+)
 from tests.ranks import RankPool
 from tests.training import assert_same, build, my_share, train, whole
 
@@ -34,11 +43,11 @@ class Uneven(nn.Module):
 GATHERED = {"layers.0": 2, "layers.2": 2, "layers.4": 2, "root": 3}
 
 
-def adamw_step_by_step(inner: str, fused: bool) -> tuple[list[str], str, list[tuple[int, ...]]]:
+def adamw_step_by_step(way: str, fused: bool) -> tuple[list[str], str, list[tuple[int, ...]]]:
     """Returns the collectives, the graphs and the local shapes, to be compared between ranks."""
     model, reference = build(Uneven)
     fully_shard(model, units=["layers.0", "layers.2", "layers.4"])
-    call = compiled(model, inner)
+    call = call_of(model, way)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=fused) for m in (model, reference)]
     with record_compilations() as records:
         for batch in float_batches(4, 8, 6):
@@ -61,18 +70,25 @@ def adamw_step_by_step(inner: str, fused: bool) -> tuple[list[str], str, list[tu
     with torch.no_grad():
         x = float_batches(1, 8, 6)[0][0]
         torch.testing.assert_close(call(x), reference(x), rtol=0, atol=1e-5)
+    shapes = [tuple(param.to_local().shape) for param in model.parameters()]
+    if way == "fallback":
+        with recorded_regions() as sent:
+            call(*my_share(batch)).backward()
+        assert_fallback_sends(sent, GATHERED)
+        return sent, "", shapes
     assert_sends(records[0], GATHERED, regathered=["layers.2", "layers.4"])
     graphs = "\n".join(list(graph.passes.values())[-1] for record in records for graph in record.graphs)
-    sent = [line for phase in ("forward", "backward") for line in collectives(records[0], phase)]
-    return sent, graphs, [tuple(param.to_local().shape) for param in model.parameters()]
+    return [line for phase in ("forward", "backward") for line in collectives(records[0], phase)], graphs, shapes
 
 
-@pytest.mark.parametrize(("inner", "fused"), [("aot_eager", False), ("aot_eager", True), ("inductor", False)])
+@pytest.mark.parametrize(
+    ("way", "fused"), [("aot_eager", False), ("aot_eager", True), ("inductor", False), ("fallback", True)]
+)
 def test_uneven_rows_on_two_ranks_equal_the_reference_with_the_same_graph_on_every_rank(
-    two_ranks: RankPool, inner: str, fused: bool
+    two_ranks: RankPool, way: str, fused: bool
 ) -> None:
     (sent_0, graphs_0, shapes_0), (sent_1, graphs_1, shapes_1) = two_ranks.run(
-        f"{HERE}:adamw_step_by_step", inner=inner, fused=fused
+        f"{HERE}:adamw_step_by_step", way=way, fused=fused
     )
     assert sent_0 == sent_1
     assert graphs_0 == graphs_1
@@ -80,9 +96,9 @@ def test_uneven_rows_on_two_ranks_equal_the_reference_with_the_same_graph_on_eve
     assert shapes_1[1:3] == [(2, 6), (2,)]
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_ranks_without_rows_take_part_like_the_others(four_ranks: RankPool, fused: bool) -> None:
-    answers = four_ranks.run(f"{HERE}:adamw_step_by_step", inner="aot_eager", fused=fused)
+@pytest.mark.parametrize(("way", "fused"), [("aot_eager", False), ("aot_eager", True), ("fallback", False)])
+def test_ranks_without_rows_take_part_like_the_others(four_ranks: RankPool, way: str, fused: bool) -> None:
+    answers = four_ranks.run(f"{HERE}:adamw_step_by_step", way=way, fused=fused)
     sent, graphs, shapes = zip(*answers, strict=True)
     assert all(other == sent[0] for other in sent)
     assert all(other == graphs[0] for other in graphs)
@@ -92,16 +108,17 @@ def test_ranks_without_rows_take_part_like_the_others(four_ranks: RankPool, fuse
     assert [local[1][0] for local in shapes] == [2, 2, 1, 0]
 
 
-def training_with_clipping() -> None:
+def training_with_clipping(way: str) -> None:
     model, reference = build(Uneven)
     fully_shard(model, units=["layers.*"])
     batches = float_batches(4, 8, 6)
-    found = train(model, batches, sharded=True, call=compiled(model), clip=0.05)
+    found = train(model, batches, sharded=True, call=call_of(model, way), clip=0.05)
     assert_same(found, train(reference, batches, sharded=False, clip=0.05))
 
 
-def test_gradient_clipping_counts_each_row_once(four_ranks: RankPool) -> None:
-    four_ranks.run(f"{HERE}:training_with_clipping")
+@pytest.mark.parametrize("way", WAYS)
+def test_gradient_clipping_counts_each_row_once(four_ranks: RankPool, way: str) -> None:
+    four_ranks.run(f"{HERE}:training_with_clipping", way=way)
 
 
 # ---- the same order on every rank and for every hash seed ------------------------------------------------------------
