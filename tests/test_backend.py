@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_passes import fully_shard, overlap_fsdp
 from fsdp_passes.errors import NothingShardedWarning
@@ -104,3 +106,25 @@ def test_a_function_without_parameters_needs_no_warning() -> None:
         warnings.simplefilter("error", NothingShardedWarning)
         found = torch.compile(lambda x: x * 2, backend=overlap_fsdp, options={"inner": "aot_eager"})(torch.ones(2))
     assert torch.equal(found, torch.full((2,), 2.0))
+
+
+def test_a_weight_that_the_compiled_function_returns_has_its_values() -> None:
+    layer = nn.Linear(8, 8)
+    whole = layer.weight.detach().clone()
+    fully_shard(layer)
+    compiled = torch.compile(lambda x: (layer(x), layer.weight), backend=overlap_fsdp, options={"inner": "aot_eager"})
+    _, weight = compiled(torch.ones(2, 8))
+    found = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    num_bytes = found.untyped_storage().size()
+    assert num_bytes >= whole.numel() * 4  # before anything reads it: that would be a segmentation fault
+    assert torch.equal(found, whole)
+
+
+def test_a_second_process_group_after_the_first_was_destroyed() -> None:
+    """What is remembered by a group's name must not outlive the group: the next one has the same name."""
+    options = {"inner": "aot_eager", "unify_communication_stream": False}
+    assert_trains(overlap_fsdp, options)
+    dist.destroy_process_group()
+    torch._dynamo.reset()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert_trains(overlap_fsdp, options)
