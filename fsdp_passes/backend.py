@@ -21,14 +21,16 @@ from fsdp_passes._torch_compat import (
     inductor_mode_options,
     inductor_schedulers_off,
     is_deterministic,
+    is_in_backward,
     make_dtensor,
     min_cut_rematerialization_partition,
     wrap_boxed,
 )
-from fsdp_passes.context import REDUCE_GROUP_SUFFIX, ensure_reduce_group
+from fsdp_passes.context import ensure_reduce_group
 from fsdp_passes.debug import CheckedInterpreter, debug_flags
 from fsdp_passes.eager import release_on_demand
 from fsdp_passes.errors import NothingShardedWarning
+from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import FsdpParameter, fsdp_parameter_of
 from fsdp_passes.passes.fence_reductions import fence_reductions
@@ -43,7 +45,7 @@ from fsdp_passes.pipeline import (
     start_record,
     verify_generated_code,
 )
-from fsdp_passes.regions import close_regions_above, num_open_regions
+from fsdp_passes.regions import close_backward_regions, close_regions_above, num_open_regions
 
 Compiled = Callable[..., Any]
 
@@ -96,12 +98,18 @@ def overlap_fsdp(
         # Dynamo traces its own graph again; its guards on this call's frame fail at the next call.
         return torch.compile(original, backend=overlap_fsdp, mode=mode, options=dict(options or {}))(*args)
 
-    return functools.partial(_run, inner, recompile, positions, label_from, settings)
+    constants = [use.param.graph_constants for use in uses]
+    return functools.partial(_run, inner, recompile, positions, label_from, settings, constants)
+
+
+_has_warned_nothing_sharded = False  # once in a process: a graph break or a new shape compiles again
 
 
 def _warn_nothing_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Graphs between two graph breaks often have no parameters at all; only unsharded parameters deserve a warning."""
-    if any(isinstance(example, torch.nn.Parameter) for example in example_inputs):
+    global _has_warned_nothing_sharded
+    if not _has_warned_nothing_sharded and any(isinstance(example, torch.nn.Parameter) for example in example_inputs):
+        _has_warned_nothing_sharded = True
         warnings.warn(
             "overlap_fsdp: expected a model with sharded parameters, found none in this graph. It is compiled without "
             "communication. Call fully_shard() on the model before torch.compile().",
@@ -229,17 +237,19 @@ def _run(
     positions: Sequence[int],
     label_from: Sequence[int],
     settings: OverlapOptions,
+    constants: list[tuple[object, ...]],
     *args: Any,
 ) -> Any:
     """Replace each placeholder that Dynamo passed by the shard behind that very object, and run the graph.
 
     The positions are the graph's; the parameters are this call's. One artifact serves every layer with the same code.
     A parameter that was frozen or unfrozen since the graph was compiled needs another graph: a gradient would be
-    missing or reduced for nothing.
+    missing or reduced for nothing. So does one whose group, dtypes or resharding differ from what the graph assumes.
     """
     params = [_parameter_at(args, position) for position in positions]
     changed = [param for param in params if param.sync_requires_grad()]
-    if changed:
+    found = [param.graph_constants for param in params]
+    if changed or found != constants:
         return recompile(*args)
     inputs = list(args)
     trainable: list[tuple[int, FsdpParameter]] = []
@@ -256,8 +266,11 @@ def _run(
     for index in label_from:
         inputs.append(params[index].unit.label)
     if not settings.unify_communication_stream:
-        ensure_reduce_group(params[0].mesh)
+        for mesh in dict.fromkeys(param.mesh for param in params):
+            ensure_reduce_group(mesh)
     release_on_demand(params[0].unit.context)
+    if not is_in_backward():
+        close_backward_regions()
     depth = num_open_regions()
     try:
         return inner(*inputs)

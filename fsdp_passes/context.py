@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import enum
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_passes._torch_compat import register_group_alias
+from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.regions import pop_region, push_region
 from fsdp_passes.unit import FsdpUnit
-
-# Behind a group's name: the group that carries reduce-scatters when they have a communication stream of their own.
-REDUCE_GROUP_SUFFIX = ":reduce"
 
 
 class Phase(enum.Enum):
@@ -29,14 +28,11 @@ class Phase(enum.Enum):
     BACKWARD = "backward"
 
 
-# A unit that runs twice enters its forward from the backward too: activation checkpointing recomputes there.
 ALLOWED_TRANSITIONS = {
     (Phase.RESTING, Phase.FORWARD),
-    (Phase.FORWARD, Phase.FORWARD),
     (Phase.FORWARD, Phase.RESTING),
     (Phase.FORWARD, Phase.BACKWARD),
     (Phase.RESTING, Phase.BACKWARD),
-    (Phase.BACKWARD, Phase.BACKWARD),
     (Phase.BACKWARD, Phase.RESTING),
 }
 
@@ -168,8 +164,11 @@ class FsdpContext:
         return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     def weights_ready_event(self, device: torch.device) -> torch.cuda.Event:
-        """Behind everything that the compute stream was given before this forward, the optimizer's step above all."""
-        if self._weights_ready is None:
+        """Behind everything that the compute stream was given before this forward, the optimizer's step above all.
+
+        Outside a forward (`unshard()` by hand) the event is recorded anew: the optimizer may have stepped since.
+        """
+        if self._weights_ready is None or not self.is_in_forward():
             self._weights_ready = torch.cuda.current_stream(device).record_event()
         return self._weights_ready
 
@@ -217,7 +216,8 @@ class FsdpContext:
         self._backward_region = None
 
 
-_reduce_groups: dict[str, dist.ProcessGroup] = {}
+# By the group itself and weakly: a group that was destroyed takes its second group along.
+_reduce_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def ensure_reduce_group(mesh: DeviceMesh) -> None:
@@ -227,10 +227,9 @@ def ensure_reduce_group(mesh: DeviceMesh) -> None:
     compiling: ranks may compile at different times, but they all reach the first execution.
     """
     group = mesh.get_group()
-    name = group.group_name + REDUCE_GROUP_SUFFIX
-    if name in _reduce_groups:
+    if group in _reduce_groups:
         return
     ranks = dist.get_process_group_ranks(group)
     second = dist.new_group(ranks, use_local_synchronization=True, group_desc="fsdp_reduce")
-    register_group_alias(name, second)
-    _reduce_groups[name] = second
+    register_group_alias(group.group_name + REDUCE_GROUP_SUFFIX, second)
+    _reduce_groups[group] = second

@@ -51,12 +51,11 @@ def install_hooks(module: nn.Module) -> None:
 
 def start_gather(unit: FsdpUnit) -> None:
     """Start the unit's all-gather, unless its current values are gathered or on their way."""
-    shards = [param.shard() for param in unit.params]
-    versions = [shard._version for shard in shards]
+    versions = [param.values_version for param in unit.params]
     if not unit.params or unit.gathered_versions == versions:
         return
     finish_gather(unit)  # an older gather may still write into the same storage
-    context, device = unit.context, shards[0].device
+    context, device = unit.context, unit.params[0].shard().device
     # At most the unit that computes and the one that is gathered now are whole.
     context.drain_delayed_releases(0)
     stream = context.communication_stream(device)
@@ -87,8 +86,6 @@ def start_gather(unit: FsdpUnit) -> None:
 
     unit.pending_gather = wait
     unit.gathered_versions = versions
-    for param in unit.params:
-        _watch_gradient(param)
 
 
 def finish_gather(unit: FsdpUnit) -> None:
@@ -104,17 +101,18 @@ def release(unit: FsdpUnit) -> None:
         return
     finish_gather(unit)
     unit.gathered_versions = None
-    params = list(unit.params)
+    params, context = list(unit.params), unit.context
 
     def drop() -> None:
         for param in params:
             if debug_flags().nan:
-                poison(param.gather_buffer())  # keeps the storage: a late read gives NaN instead of a crash
+                with context.on_communication_stream(param.placeholder.device):  # in order with the next gather
+                    poison(param.gather_buffer())  # keeps the storage: a late read gives NaN instead of a crash
             else:
                 param.release()
 
-    event = unit.context.record_compute(params[0].placeholder.device)
-    unit.context.delayed_releases.append(DelayedRelease(event, drop))
+    event = context.record_compute(params[0].placeholder.device)
+    context.delayed_releases.append(DelayedRelease(event, drop))
 
 
 def _by_dtype(params: list[FsdpParameter]) -> list[list[FsdpParameter]]:
@@ -143,9 +141,13 @@ def _pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _gather_for_forward(unit: FsdpUnit) -> None:
     context = unit.context
     if is_in_backward():  # activation checkpointing recomputes the unit
-        start_gather(unit)
-        finish_gather(unit)
+        for owner in (unit, *unit.borrows_from):
+            start_gather(owner)
+        for owner in (unit, *unit.borrows_from):
+            finish_gather(owner)
         return
+    for param in unit.params:
+        param.sync_requires_grad()  # frozen or unfrozen since the last forward
     if unit.is_root and context.phases:
         _undo_interrupted(context)
     if not context.is_in_forward():
@@ -153,10 +155,14 @@ def _gather_for_forward(unit: FsdpUnit) -> None:
     context.enter(unit, Phase.FORWARD)
     if unit not in context.forward_order:
         context.forward_order.append(unit)
-    start_gather(unit)
+    for owner in (unit, *unit.borrows_from):
+        start_gather(owner)
     for other in unit.forward_prefetch if unit.forward_prefetch is not None else context.next_in_forward(unit):
         start_gather(other)
-    finish_gather(unit)
+    for owner in (unit, *unit.borrows_from):
+        finish_gather(owner)
+        for param in owner.params:
+            _watch_gradient(param)
     push_region(region_name(unit.display_name, FORWARD_COMPUTE))
 
 
@@ -204,9 +210,11 @@ def _end_forward(unit: FsdpUnit, output: Any) -> None:
         hook = functools.partial(_pre_backward, unit)
         torch.autograd.graph.register_multi_grad_hook(tensors, lambda grad: hook(), mode="any")
     # An output that hides its tensors in an object of unknown type cannot announce the backward: stay gathered.
-    hides_tensors = torch.is_grad_enabled() and not tensors and any(not _is_plain(leaf) for leaf in leaves)
-    if (unit.reshards_after_forward or not torch.is_grad_enabled()) and not hides_tensors:
-        release(unit)
+    hides_tensors = torch.is_grad_enabled() and any(not _is_plain(leaf) for leaf in leaves)
+    is_borrowed = any(unit in other.borrows_from for other in context.units if context.phase(other) is Phase.FORWARD)
+    for owner in (unit, *unit.borrows_from) if not hides_tensors and not is_borrowed else ():
+        if owner.reshards_after_forward or not torch.is_grad_enabled():
+            release(owner)
     if not context.is_in_forward():
         context.drain_delayed_releases(0)
 
@@ -226,8 +234,13 @@ def gather_on_demand(unit: FsdpUnit) -> None:
     They stay whole until the backward has ended, or without gradients until the next compiled graph runs: what reads
     them is not known.
     """
+    if not is_in_backward():
+        for param in unit.params:
+            param.sync_requires_grad()
     start_gather(unit)
     finish_gather(unit)
+    for param in unit.params:
+        _watch_gradient(param)
     if unit not in unit.context.on_demand:
         unit.context.on_demand.append(unit)
 
@@ -251,14 +264,16 @@ def _pre_backward(unit: FsdpUnit) -> None:
         return
     context.enter(unit, Phase.BACKWARD)
     unit.ready_grads.clear()
-    start_gather(unit)
+    for owner in (unit, *unit.borrows_from):
+        start_gather(owner)
     for other in unit.backward_prefetch if unit.backward_prefetch is not None else context.next_in_backward(unit):
         start_gather(other)
     # Behind the all-gather: somebody waits for that soon, and on one stream it would queue behind the reductions.
     context.drain_delayed_reductions(0)
     # One reduction may stay on the wire while this unit computes; older ones have had a whole unit's time.
     context.finish_reductions(1)
-    finish_gather(unit)
+    for owner in (unit, *unit.borrows_from):
+        finish_gather(owner)
     context.switch_backward_region(region_name(unit.display_name, BACKWARD_COMPUTE))
 
 

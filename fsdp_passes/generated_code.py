@@ -31,7 +31,8 @@ class CodeStep:
     text: str
 
 
-_START = re.compile(r"(\w+) = torch\.ops\._c10d_functional\.(\w+)\.default\(")
+# An in-place collective of the user's has no result; its first argument is what is to be awaited.
+_START = re.compile(r"(?:(\w+) = )?torch\.ops\._c10d_functional\.(\w+)\.default\(\[?(\w*)")
 _WAIT = re.compile(r"torch\.ops\._c10d_functional\.wait_tensor\.default\((\w+)\)")
 _REGION = re.compile(r"torch\.ops\.fsdp_passes\.(region_begin|region_end)\.default\((.*)\)")
 _ITEM = re.compile(r"(\w+) = (\w+)\[\d+\]$")
@@ -62,8 +63,9 @@ def _read_line(line: str, origin: dict[str, str]) -> CodeStep | None:
     if match := _WAIT.search(line):
         return CodeStep("wait", "wait_tensor", (origin.get(match[1], match[1]),), line)
     if match := _START.match(line):
-        origin[match[1]] = match[1]
-        return CodeStep("start", match[2], (match[1],), line)
+        variable = match[1] or match[3]
+        origin[variable] = variable
+        return CodeStep("start", match[2], (variable,), line)
     if match := _REGION.search(line):
         return CodeStep(match[1], match[2], (), line)
     if match := _ITEM.match(line):

@@ -18,10 +18,14 @@ from fsdp_passes.regions import decode_label, pop_region, push_region, region_na
 
 c10d = torch.ops._c10d_functional
 
+# Behind a group's name: the group that carries reduce-scatters when they have a communication stream of their own. It
+# exists from the first execution on; whatever is asked of it while compiling, the first group answers.
+REDUCE_GROUP_SUFFIX = ":reduce"
+
 
 def group_averages(group_name: str) -> bool:
     """Whether the group's backend can average while it reduces. gloo cannot: the sum is scaled afterwards."""
-    return dist.get_backend(group_of(group_name)) == "nccl"
+    return dist.get_backend(group_of(group_name.removesuffix(REDUCE_GROUP_SUFFIX))) == "nccl"
 
 
 @torch.library.custom_op("fsdp_passes::unshard", mutates_args=())

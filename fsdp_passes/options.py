@@ -18,6 +18,7 @@ RESERVED_INDUCTOR_OPTIONS = (
     "_pre_fusion_custom_pass",
     "reorder_for_compute_comm_overlap",
     "reorder_for_compute_comm_overlap_passes",
+    "_post_fusion_custom_pass",
 )
 
 

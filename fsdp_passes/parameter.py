@@ -39,10 +39,9 @@ class FsdpParameter:
         self.full_shape = param.shape
         self.rows = param.shape[0]
         self.rows_per_rank = math.ceil(self.rows / self.world_size)
-        self.orig_dtype = param.dtype
-        is_float = param.dtype.is_floating_point
-        self.param_dtype = (mp_policy.param_dtype or param.dtype) if is_float else param.dtype
-        self.reduce_dtype = mp_policy.reduce_dtype or self.param_dtype
+        self.mp_policy = mp_policy
+        self.num_adoptions = 0  # how often another DTensor took our place
+        self._set_dtypes(param.dtype)
 
         rank = mesh.get_local_rank()
         first = min(rank * self.rows_per_rank, self.rows)
@@ -60,9 +59,16 @@ class FsdpParameter:
             shape=param.shape,
             stride=full_stride,
         )
-        self.initial_sharded_param = nn.Parameter(sharded, requires_grad=param.requires_grad)
-        self._adopted_local = local_tensor(self.initial_sharded_param)
+        self.adopted_param = nn.Parameter(sharded, requires_grad=param.requires_grad)
+        self._adopted_local = local_tensor(self.adopted_param)
         self.placeholder = self._make_placeholder(param.device, param.requires_grad)
+
+    def _set_dtypes(self, dtype: torch.dtype) -> None:
+        """Integers and complex numbers are never cast."""
+        self.orig_dtype = dtype
+        policy = self.mp_policy
+        self.param_dtype = (policy.param_dtype or dtype) if dtype.is_floating_point else dtype
+        self.reduce_dtype = (policy.reduce_dtype or self.param_dtype) if dtype.is_floating_point else dtype
 
     def _make_placeholder(self, device: torch.device, requires_grad: bool) -> nn.Parameter:
         data = torch.empty(self.full_shape, dtype=self.param_dtype, device=device)
@@ -102,23 +108,26 @@ class FsdpParameter:
         copied into a padded buffer once, and from then on the DTensor is a view of that buffer again.
         """
         param = self.sharded_param
-        if param is not self.initial_sharded_param or local_tensor(param) is not self._adopted_local:  # type: ignore[arg-type]
+        if param is not self.adopted_param or local_tensor(param) is not self._adopted_local:  # type: ignore[arg-type]
             self._adopt(param)
         return self.padded_local
 
     def _adopt(self, param: nn.Parameter) -> None:
         local = local_tensor(param)  # type: ignore[arg-type]
-        self.orig_dtype = local.dtype
+        self.num_adoptions += 1
         padded = local.new_zeros((self.rows_per_rank, *self.full_shape[1:]))
         padded[: self.local_rows].copy_(local.detach())
-        if local.device != self.placeholder.device:
-            # The module moved (meta -> cuda, cpu -> cuda): what Dynamo traces must live where the shard lives.
+        if local.device != self.placeholder.device or local.dtype != self.orig_dtype:
+            # The module moved (meta -> cuda, cpu -> cuda) or was cast: what Dynamo traces and guards must follow.
+            self._set_dtypes(local.dtype)
             self.placeholder = self._make_placeholder(local.device, param.requires_grad)
         self.padded_local = padded
         with torch.no_grad():
             replace_local_tensor(param, padded[: self.local_rows])
         self._adopted_local = local_tensor(param)  # type: ignore[arg-type]
-        self.initial_sharded_param = param
+        self.adopted_param = param
+        for module, name in self.references:  # `to_empty` makes a new tensor for each reference of a tied parameter
+            module._parameters[name] = param
 
     def sync_requires_grad(self) -> bool:
         """Make the placeholder follow the sharded parameter. True when it had to be changed."""
@@ -129,6 +138,25 @@ class FsdpParameter:
         return True
 
     # ---- the unsharded face, for eager code --------------------------------------------------------------------------
+
+    @property
+    def values_version(self) -> tuple[int, int]:
+        """Changes whenever the shard's values may have: an optimizer's step, another DTensor in our place."""
+        version = self.shard()._version
+        return self.num_adoptions, version
+
+    @property
+    def graph_constants(self) -> tuple[object, ...]:
+        """What a compiled graph takes for constant and no guard looks at; it serves only parameters that agree."""
+        return (
+            self.group_name,
+            self.world_size,
+            self.rows,
+            self.orig_dtype,
+            self.param_dtype,
+            self.reduce_dtype,
+            self.unit.reshards_after_forward,
+        )
 
     def gather_buffer(self) -> torch.Tensor:
         """Give the placeholder storage for `padded_rows` rows and return it as one contiguous tensor to gather into.

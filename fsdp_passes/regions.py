@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-from fsdp_passes._torch_compat import is_profiler_enabled
+from fsdp_passes._torch_compat import is_in_backward, is_profiler_enabled
 
 LABEL_BYTES = 256  # fixed, so that units with longer and shorter names share one compiled graph
 
@@ -50,7 +50,7 @@ class _OpenRegions(threading.local):
     """Ranges opened and not yet closed on this thread; autograd runs backwards on threads of its own."""
 
     def __init__(self) -> None:
-        self.stack: list[Any] = []
+        self.stack: list[Any] = []  # (the profiler's range or None, has an NVTX range, was opened in a backward)
 
 
 _open = _OpenRegions()
@@ -64,16 +64,16 @@ def push_region(name: str) -> None:
         recorder.__enter__()
     if torch.cuda.is_initialized():
         torch.cuda.nvtx.range_push(name)
-        _open.stack.append((recorder, True))
+        _open.stack.append((recorder, True, is_in_backward()))
     else:
-        _open.stack.append((recorder, False))
+        _open.stack.append((recorder, False, is_in_backward()))
 
 
 def pop_region() -> None:
     """Close the range that was opened last on this thread; nothing when none is open."""
     if not _open.stack:
         return
-    recorder, has_nvtx = _open.stack.pop()
+    recorder, has_nvtx, _ = _open.stack.pop()
     if has_nvtx:
         torch.cuda.nvtx.range_pop()
     if recorder is not None:
@@ -88,4 +88,10 @@ def num_open_regions() -> int:
 def close_regions_above(depth: int) -> None:
     """Close what an exception left open: afterwards `depth` ranges are open on this thread."""
     while len(_open.stack) > depth:
+        pop_region()
+
+
+def close_backward_regions() -> None:
+    """Close what a backward that raised left open; called where no backward is running on this thread."""
+    while _open.stack and _open.stack[-1][2]:
         pop_region()

@@ -97,6 +97,9 @@ def is_heavy(node: fx.Node) -> bool:
     return target.namespace not in ("_c10d_functional", "fsdp_passes")
 
 
+_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+
+
 def gathered_reads(graph: fx.Graph) -> dict[fx.Node, tuple[Bucket, ...]]:
     """For each compute node, the buckets whose results it reads through nothing but views and casts."""
     reads: dict[fx.Node, tuple[Bucket, ...]] = {}
@@ -112,7 +115,7 @@ def gathered_reads(graph: fx.Graph) -> dict[fx.Node, tuple[Bucket, ...]]:
         seen = dict.fromkeys(b for arg in node.all_input_nodes for b in carries.get(arg, ()))
         if seen:
             reads[node] = tuple(seen)
-            if isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+            if isinstance(node.target, torch._ops.OpOverload) and (node.target.is_view or node.target in _CASTS):
                 carries[node] = tuple(seen)
     return reads
 

@@ -76,7 +76,7 @@ def fully_shard(
     mesh = _check_mesh(mesh)
     mp_policy = mp_policy or MixedPrecisionPolicy()
     ignored = set(ignored_params or ())
-    targets = [*_match_units(module, units or ()), module]
+    targets = [*_match_units(module, units or ()), ("", module)]
     plans = _plan(targets, mesh, ignored)
     for target, params in plans:
         _make_unit(
@@ -115,8 +115,8 @@ def _check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     return mesh
 
 
-def _match_units(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """Modules that match any pattern, innermost first and otherwise in module order."""
+def _match_units(module: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """Paths and modules that match any pattern, innermost first and otherwise in module order."""
     paths = [(path, child) for path, child in module.named_modules() if path]
     matched: dict[nn.Module, str] = {}
     for pattern in patterns:
@@ -129,7 +129,8 @@ def _match_units(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
             available = [path for path, child in paths if any(True for _ in child.parameters())]
             raise UnitPatternError(pattern, available)
         matched.update({child: path for path, child in hits})
-    return sorted(matched, key=lambda child: -matched[child].count("."))
+    innermost_first = sorted(matched.items(), key=lambda item: -item[1].count("."))
+    return [(path, child) for child, path in innermost_first]
 
 
 def _path_matches(path: list[str], pattern: list[str]) -> bool:
@@ -143,13 +144,16 @@ def _path_matches(path: list[str], pattern: list[str]) -> bool:
 Named = list[tuple[nn.Parameter, list[tuple[nn.Module, str]], str]]
 
 
-def _plan(targets: list[nn.Module], mesh: DeviceMesh, ignored: set[nn.Parameter]) -> list[tuple[nn.Module, Named]]:
+def _plan(
+    targets: list[tuple[str, nn.Module]], mesh: DeviceMesh, ignored: set[nn.Parameter]
+) -> list[tuple[nn.Module, Named]]:
     """For each unit to make, the parameters that it will own, with every reference to each. Checks all of them."""
     taken: set[nn.Parameter] = set()
     plans = []
-    for target in targets:
+    for target_path, target in targets:
+        target_name = f"{target_path} ({_class_name(target)})" if target_path else _class_name(target)
         if unit_of(target) is not None:
-            raise AlreadyShardedError(_class_name(target))
+            raise AlreadyShardedError(target_name)
         plan: Named = []
         index: dict[nn.Parameter, int] = {}
         for owner, name, path in _parameters_below(target):
@@ -163,9 +167,9 @@ def _plan(targets: list[nn.Module], mesh: DeviceMesh, ignored: set[nn.Parameter]
             ours: FsdpParameter | None = owner.__dict__.get("_fsdp_parameters", {}).get(name)
             if ours is not None:
                 if any(child is target for child in ours.unit.module.modules()):
-                    raise WrapOrderError(_class_name(target), path, ours.unit.display_name)
+                    raise WrapOrderError(target_name, path, ours.unit.display_name)
                 continue
-            _check_parameter(param, path, mesh)
+            _check_parameter(param, f"{target_path}.{path}" if target_path else path, mesh)
             index[param] = len(plan)
             plan.append((param, [(owner, name)], path))
         _check_captured(target, plan)
@@ -240,6 +244,14 @@ def _make_unit(
         replaced_by = getattr(owner._parameters[name], _REPLACED_BY, None)
         if replaced_by is not None:
             _refer(owner, name, replaced_by)
+    # A tied weight, or a whole module that two units share: its owner is gathered with this unit too.
+    inside = set(module.modules())
+    for owner, name, _ in _parameters_below(module):
+        ours: FsdpParameter | None = owner.__dict__.get("_fsdp_parameters", {}).get(name)
+        if ours is not None and ours.unit is not unit and ours.unit not in unit.borrows_from:
+            is_nested = ours.unit.module in inside
+            if not is_nested or owner not in set(ours.unit.module.modules()):
+                unit.borrows_from.append(ours.unit)
     module.__dict__["_fsdp_unit"] = unit
     _set_class(module)
     install_hooks(module)
@@ -269,7 +281,7 @@ def _refer(owner: nn.Module, name: str, fsdp_param: FsdpParameter) -> None:
     fsdp_param.references.append((owner, name))
     table = owner.__dict__.setdefault("_fsdp_parameters", {})
     table[name] = fsdp_param
-    owner._parameters[name] = fsdp_param.initial_sharded_param
+    owner._parameters[name] = fsdp_param.adopted_param
     _set_class(owner)
 
 
@@ -290,8 +302,28 @@ def _sharded_class(original: type[nn.Module], names: tuple[str, ...], is_unit: b
     namespace: dict[str, Any] = {name: property(functools.partial(_face, name)) for name in names}
     namespace["_fsdp_original_class"] = original
     namespace["__module__"] = original.__module__
+
+    # What may put other tensors in the parameters' place: `to_empty`, `.to()`, `load_state_dict(assign=True)`. The
+    # compiler traces placeholders, which have to be on the same device before it looks.
+    def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        original._apply(module, fn, recurse)
+        _adopt_replaced(module)
+        return module
+
+    def _load_from_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original._load_from_state_dict(module, *args, **kwargs)
+        _adopt_replaced(module)
+
+    if names:
+        namespace["_apply"] = _apply
+        namespace["_load_from_state_dict"] = _load_from_state_dict
     bases = (FsdpModule, original) if is_unit else (original,)
     return type(f"Fsdp{original.__name__}", bases, namespace)
+
+
+def _adopt_replaced(module: nn.Module) -> None:
+    for param in module.__dict__["_fsdp_parameters"].values():
+        param.shard()
 
 
 def _face(name: str, module: nn.Module) -> torch.Tensor:

@@ -47,12 +47,15 @@ class FsdpUnit:
     # parameters whose gradients are complete in this backward. The units to gather ahead, None for the order seen
     # before. Whether a compiled forward of the unit has begun and not ended: eager code that runs meanwhile runs behind
     # a graph break.
-    gathered_versions: list[int] | None = None
+    gathered_versions: list[tuple[int, int]] | None = None
     pending_gather: Callable[[], None] | None = None
     ready_grads: set[FsdpParameter] = dataclasses.field(default_factory=set)
     forward_prefetch: list[FsdpUnit] | None = None
     backward_prefetch: list[FsdpUnit] | None = None
     is_in_compiled_forward: bool = False
+    # Units that own a parameter to which a module of this unit refers too (a tied head): the fallback gathers them with
+    # this one.
+    borrows_from: list[FsdpUnit] = dataclasses.field(default_factory=list)
     label: torch.Tensor = dataclasses.field(default_factory=lambda: encode_label(ROOT_LABEL))
 
     @property

@@ -99,6 +99,9 @@ def _check_waits(timeline: _Timeline) -> list[str]:
         if not waits:
             problems.append(f"{bucket.label}: is started but never awaited")
             continue
+        if len(waits) not in (1, bucket.num_params):
+            expected = f"expected one wait, or one for each of its {bucket.num_params} results"
+            problems.append(f"{bucket.label}: {expected}, found {len(waits)}")
         if waits[0] < starts[0]:
             problems.append(f"{bucket.label}: is awaited before it is started")
         reads = timeline.reads.get(bucket, [])

@@ -43,8 +43,3 @@ class BucketBuilder:
         if node.meta["val"].dtype == dtype:
             return node
         return self.call(role, prims.convert_element_type.default, node, dtype)
-
-
-def num_bytes(values: list[torch.Tensor]) -> int:
-    """Bytes of a list of (fake) tensors; parameters have static shapes."""
-    return sum(int(value.numel()) * value.element_size() for value in values)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from fsdp_passes.ops import REGION_BEGIN, REGION_END
 from fsdp_passes.regions import BACKWARD_COMPUTE, FORWARD_COMPUTE
-from fsdp_passes.schedule import ALL_GATHER, PREPARE, REDUCE_SCATTER, bucket_of, gathered_reads, role_of
+from fsdp_passes.schedule import ALL_GATHER, PREPARE, REDUCE_SCATTER, START, bucket_of, gathered_reads, role_of
 
 
 def annotate_regions(graph: fx.Graph, *, labels: dict[int, fx.Node], is_backward: bool) -> int:
     """Open a region before a unit's first compute and close it behind its last.
 
     A compute step belongs to the unit whose gathered parameters it reads, or else to the unit of the step before it.
-    In the backward of a unit that was not resharded, and so is not gathered again, the steps that make its gradients
-    tell where it begins. A unit that is read in several places (the root's embedding and head) gets several regions.
+    In the backward the steps that make a unit's gradients belong to it too. A unit that is read in several places (the
+    root's embedding and head) gets several regions.
 
     `labels`: unit index -> the graph input that holds the unit's name.
 
-    Requires: the final order of the graph. Does nothing without labels.
+    Requires: the final order of the graph. Does nothing without labels, or where regions are already.
     Returns: number of regions.
     """
+    if any(node.target is REGION_BEGIN for node in graph.nodes):
+        return 0
     owners = _owners(graph)
     phase = BACKWARD_COMPUTE if is_backward else FORWARD_COMPUTE
     compute = [node for node in graph.nodes if node in owners]
@@ -44,18 +47,7 @@ def annotate_regions(graph: fx.Graph, *, labels: dict[int, fx.Node], is_backward
 def _owners(graph: fx.Graph) -> dict[fx.Node, int]:
     """Compute node -> unit index, for every compute node if the graph knows any unit."""
     reads = gathered_reads(graph)
-    gathered_units = {
-        bucket.unit for node in graph.nodes if (bucket := bucket_of(node)) is not None and bucket.kind == ALL_GATHER
-    }
-    feeds: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        bucket = bucket_of(node)
-        if bucket is None or bucket.kind != REDUCE_SCATTER or (role_of(node) == PREPARE and not node.all_input_nodes):
-            continue
-        if bucket.unit not in gathered_units:
-            for arg in node.all_input_nodes:
-                if bucket_of(arg) is None:
-                    feeds[arg] = bucket.unit
+    feeds = _gradient_makers(graph)
     owners: dict[fx.Node, int] = {}
     unowned: list[fx.Node] = []
     current: int | None = None
@@ -76,3 +68,20 @@ def _owners(graph: fx.Graph) -> dict[fx.Node, int]:
         unowned = []
         owners[node] = current
     return owners
+
+
+def _gradient_makers(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Compute node that makes a gradient -> the unit of its parameter. Views and packing in between are looked through:
+    autograd makes the product for a weight's gradient before the one that reads the weight."""
+    makers: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        bucket = bucket_of(node)
+        if bucket is None or bucket.kind != REDUCE_SCATTER or role_of(node) not in (PREPARE, START):
+            continue
+        for source in node.all_input_nodes:
+            while isinstance(source.target, torch._ops.OpOverload) and source.target.is_view:
+                makers[source] = bucket.unit
+                source = source.all_input_nodes[0]
+            if source.op == "call_function" and bucket_of(source) is None:
+                makers[source] = bucket.unit
+    return makers

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from fsdp_passes.ops import REDUCE_GRAD, c10d, group_averages
-from fsdp_passes.passes._graph import BucketBuilder, aten, num_bytes
+from fsdp_passes.passes._graph import BucketBuilder, aten
 from fsdp_passes.schedule import FINISH, PREPARE, REDUCE_SCATTER, START, WAIT, Bucket
 
 
@@ -32,8 +32,11 @@ def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]
     by_last_grad = sorted(groups.items(), key=lambda item: max(order[node] for node in item[1]))
     buckets: list[Bucket] = []
     for (unit, dtype, group_name), nodes in by_last_grad:
-        grads = [node.args[0].meta["val"] for node in nodes]  # type: ignore[union-attr]
-        bucket = Bucket(REDUCE_SCATTER, len(buckets), unit, len(nodes), num_bytes(grads), dtype)
+        wire_bytes = sum(
+            node.meta["val"].numel() * node.args[3] * dtype.itemsize  # type: ignore[operator]
+            for node in nodes
+        )
+        bucket = Bucket(REDUCE_SCATTER, len(buckets), unit, len(nodes), wire_bytes, dtype)
         last = max(nodes, key=lambda node: order[node])
         builder = BucketBuilder(graph, bucket, last)
         with graph.inserting_before(last):

@@ -23,9 +23,12 @@ def insert_unshard(
     With `labels`, one input per unit is appended, in order of unit index: the unit's name as data.
     `reduce_group_suffix` is appended to the group's name for the gradient's reduction.
 
-    Requires: a graph straight from Dynamo. Does nothing without uses.
+    Requires: a graph straight from Dynamo. Does nothing without uses, or where they are gathered already.
     Returns: for each appended input, the position in `uses` of a parameter whose unit's label it takes.
     """
+    uses = [use for use in uses if not any(user.target is UNSHARD for user in use.node.users)]
+    if not uses:
+        return []
     label_nodes: dict[int, fx.Node] = {}
     label_from: list[int] = []
     if labels:

@@ -154,8 +154,7 @@ class _Scheduler:
         for arg in node.all_input_nodes:
             bucket = bucket_of(arg)
             if bucket is not None and arg not in self.done:
-                if bucket.kind == ALL_GATHER:
-                    self._emit(self.starts[bucket])
+                self._emit(self.starts[bucket])
                 self._emit(self.waits[bucket])
 
     def _reaches_boundary(self, index: int) -> bool:

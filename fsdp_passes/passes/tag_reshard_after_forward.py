@@ -47,9 +47,11 @@ def tag_reshard_after_forward(graph: fx.Graph) -> int:
     Requires: the joint graph. Does nothing without `unshard` nodes (an inference graph has no backward either).
     Returns: number of tagged nodes.
     """
-    graph_id = 1 + max((node.meta.get("ac_graph_id", 0) for node in graph.nodes), default=0)
+    weights = graph.find_nodes(op="call_function", target=UNSHARD)
+    ours = {node for gathered in weights for node in weight_chain(gathered)}
+    graph_id = 1 + max((node.meta.get("ac_graph_id", 0) for node in graph.nodes if node not in ours), default=0)
     num_tagged = 0
-    for gathered in graph.find_nodes(op="call_function", target=UNSHARD):
+    for gathered in weights:
         reshard = gathered.args[9]
         policy = CheckpointPolicy.MUST_RECOMPUTE if reshard else CheckpointPolicy.MUST_SAVE
         for node in weight_chain(gathered) if reshard else [gathered]:
