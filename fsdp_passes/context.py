@@ -75,6 +75,7 @@ class FsdpContext:
         delayed_releases: gathered storage that waits for its reader.
         delayed_reductions: gradients that wait for a place behind the next all-gather.
         started_reductions: reductions on the wire, oldest first, each with what waits for it and writes the gradients.
+        finished_backward: units whose gradients are all reduced in the running backward.
         on_demand: units that were gathered for eager code behind a graph break.
     """
 
@@ -88,6 +89,7 @@ class FsdpContext:
         self.started_reductions: collections.deque[Callable[[bool], None]] = collections.deque()
         self.is_backward_callback_queued = False
         self.on_demand: list[FsdpUnit] = []
+        self.finished_backward: list[FsdpUnit] = []
         # All-gathers and reduce-scatters are serialized on one stream, so that their temporary buffers belong to one
         # stream of the caching allocator and each can reuse what another released. Made at the first use: wrapping a
         # model must not initialize CUDA.
@@ -116,9 +118,11 @@ class FsdpContext:
         return order[index : index + 1]
 
     def next_in_backward(self, unit: FsdpUnit) -> list[FsdpUnit]:
-        """The unit that `unit` followed in the forward, if any."""
+        """The unit that `unit` followed in the forward, if any, unless its backward is over: a root that only has a
+        head is done first, although it entered its forward first."""
         index = self.forward_order.index(unit) if unit in self.forward_order else 0
-        return self.forward_order[index - 1 : index] if index > 0 else []
+        before = self.forward_order[index - 1 : index] if index > 0 else []
+        return [other for other in before if other not in self.finished_backward]
 
     def switch_backward_region(self, name: str | None) -> None:
         """Close the open backward region and open another. One follows the other: a unit's gradients may be complete
@@ -213,6 +217,7 @@ class FsdpContext:
         while self.started_reductions:
             self.started_reductions.popleft()(False)
         self.is_backward_callback_queued = False
+        self.finished_backward.clear()
         self._backward_region = None
 
 

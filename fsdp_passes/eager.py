@@ -302,6 +302,7 @@ def _gradient_is_ready(param: FsdpParameter) -> None:
     # A frozen parameter's last reader announces nothing: such a unit stays gathered until the backward has ended.
     if len(trainable) == len(unit.params):
         release(unit)
+        unit.context.finished_backward.append(unit)
         unit.context.enter(unit, Phase.RESTING)
 
 
@@ -317,6 +318,7 @@ def _end_backward(context: FsdpContext) -> None:
         release(unit)
     context.phases.clear()
     context.on_demand.clear()
+    context.finished_backward.clear()
     context.drain_delayed_reductions(0)
     context.finish_reductions(0)
     context.drain_delayed_releases(0)

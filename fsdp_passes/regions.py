@@ -43,7 +43,7 @@ def _decode(data: bytes) -> str:
 
 def decode_label(label: torch.Tensor) -> str:
     """The text in a tensor made by `encode_label`."""
-    return _decode(label.numpy().tobytes())
+    return _decode(bytes(label.tolist()))
 
 
 class _OpenRegions(threading.local):
