@@ -76,7 +76,9 @@ region_end
 wait all_gather 1 (unit 1)
 compute mm_2 heavy reads all_gather 1 (unit 1)
 compute t_2
+region_begin forward_compute
 compute mm_3 heavy
+region_end
 start reduce_scatter 0 (unit 0)
 wait reduce_scatter 0 (unit 0)""",
     )
