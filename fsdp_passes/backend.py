@@ -88,7 +88,7 @@ def overlap_fsdp(
         return _compile_inner(gm, list(example_inputs), settings, inductor_options)
 
     suffix = "" if settings.unify_communication_stream else REDUCE_GROUP_SUFFIX
-    label_from = insert_unshard(gm, uses, labels=settings.nvtx, reduce_group_suffix=suffix)
+    label_from = insert_unshard(gm, uses, reduce_group_suffix=suffix)
     units = {use.unit_index: use.param.unit for use in uses}
     record = start_record([units[index].display_name for index in sorted(units)], settings)
     positions = [use.position for use in uses]
@@ -268,11 +268,18 @@ def _run(
     if not settings.unify_communication_stream:
         for mesh in dict.fromkeys(param.mesh for param in params):
             ensure_reduce_group(mesh)
-    release_on_demand(params[0].unit.context)
+    context = params[0].unit.context
+    release_on_demand(context)
+    if not is_in_backward():
+        context.is_grad_enabled = needs_grad
+    context.lookahead.open_requests = None
     if not is_in_backward():
         close_backward_regions()
     depth = num_open_regions()
     try:
         return inner(*inputs)
+    except BaseException:
+        context.lookahead.interrupt()
+        raise
     finally:
         close_regions_above(depth)

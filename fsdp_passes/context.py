@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_passes._torch_compat import register_group_alias
+from fsdp_passes.lookahead import LookAhead
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.regions import pop_region, push_region
 from fsdp_passes.unit import FsdpUnit
@@ -77,6 +78,8 @@ class FsdpContext:
         started_reductions: reductions on the wire, oldest first, each with what waits for it and writes the gradients.
         finished_backward: units whose gradients are all reduced in the running backward.
         on_demand: units that were gathered for eager code behind a graph break.
+        lookahead: the order of graphs and eager units, and the gathers that were started ahead of graphs.
+        is_grad_enabled: whether gradients were enabled where the running compiled graph was called.
     """
 
     def __init__(self) -> None:
@@ -90,6 +93,8 @@ class FsdpContext:
         self.is_backward_callback_queued = False
         self.on_demand: list[FsdpUnit] = []
         self.finished_backward: list[FsdpUnit] = []
+        self.lookahead = LookAhead()
+        self.is_grad_enabled = True
         # All-gathers and reduce-scatters are serialized on one stream, so that their temporary buffers belong to one
         # stream of the caching allocator and each can reuse what another released. Made at the first use: wrapping a
         # model must not initialize CUDA.

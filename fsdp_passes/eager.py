@@ -22,11 +22,16 @@ from fsdp_passes._torch_compat import (
     all_gather_coalesced,
     call_after_backward,
     is_in_backward,
+    is_in_compiled_region,
+    is_tracing_higher_order_op,
+    never_compile_alone,
     tree_leaves,
     tree_map_only,
 )
 from fsdp_passes.context import DelayedRelease, FsdpContext, Phase
 from fsdp_passes.debug import debug_flags, poison
+from fsdp_passes.gather_ops import drop_started
+from fsdp_passes.lookahead import Entry
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.reduction import reduce_gradients
 from fsdp_passes.regions import (
@@ -95,6 +100,17 @@ def finish_gather(unit: FsdpUnit) -> None:
         unit.pending_gather = None
 
 
+def release_kept(context: FsdpContext) -> None:
+    """Before a new forward, release what an earlier one kept gathered and no backward released.
+
+    Somebody may have written the parameters since, also through `.data`, which no version counter sees.
+    """
+    for unit in context.units:
+        if not unit.is_held:
+            release(unit)
+    context.drain_delayed_releases(0)
+
+
 def release(unit: FsdpUnit) -> None:
     """Queue the release of the unit's gathered storage behind everything that was queued on the compute stream."""
     if unit.gathered_versions is None:
@@ -125,11 +141,15 @@ def _by_dtype(params: list[FsdpParameter]) -> list[list[FsdpParameter]]:
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
+@never_compile_alone
 def _pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     unit = unit_of(module)
     assert unit is not None
     if torch.compiler.is_compiling():
-        unit.is_in_compiled_forward = True  # the compiler replays this at a graph break, before eager code runs
+        if not is_tracing_higher_order_op():
+            unit.is_in_compiled_forward = True  # the compiler replays this at a graph break, before eager code runs
+    elif is_in_compiled_region():
+        unit.may_run_eagerly = True
     else:
         _gather_for_forward(unit)
     dtype = unit.mp_policy.param_dtype
@@ -138,6 +158,7 @@ def _pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return _cast(args, dtype), _cast(kwargs, dtype)
 
 
+@torch.compiler.disable
 def _gather_for_forward(unit: FsdpUnit) -> None:
     context = unit.context
     if is_in_backward():  # activation checkpointing recomputes the unit
@@ -151,19 +172,33 @@ def _gather_for_forward(unit: FsdpUnit) -> None:
     if unit.is_root and context.phases:
         _undo_interrupted(context)
     if not context.is_in_forward():
+        release_kept(context)
         context.begin_forward()
     context.enter(unit, Phase.FORWARD)
     if unit not in context.forward_order:
         context.forward_order.append(unit)
     for owner in (unit, *unit.borrows_from):
         start_gather(owner)
-    for other in unit.forward_prefetch if unit.forward_prefetch is not None else context.next_in_forward(unit):
-        start_gather(other)
+    _start_ahead(unit, unit.forward_prefetch, context.next_in_forward(unit), is_backward=False)
     for owner in (unit, *unit.borrows_from):
         finish_gather(owner)
         for param in owner.params:
             _watch_gradient(param)
     push_region(region_name(unit.display_name, FORWARD_COMPUTE))
+
+
+def _start_ahead(unit: FsdpUnit, chosen: list[FsdpUnit] | None, expected: list[FsdpUnit], *, is_backward: bool) -> None:
+    """Start the gathers that `unit` computes in front of: the user's choice, or else a compiled graph if one came next
+    the last time, or else the eager unit that is expected."""
+    lookahead = unit.context.lookahead
+    entry = Entry(unit, False, is_backward, is_backward, is_backward or torch.is_grad_enabled())
+    lookahead.enter(entry, functools.partial(start_gather, unit))
+    following = lookahead.next_entry()
+    if chosen is None and following is not None and following.is_graph:
+        lookahead.start_next()
+        return
+    for other in expected if chosen is None else chosen:
+        start_gather(other)
 
 
 def _undo_interrupted(context: FsdpContext) -> None:
@@ -173,9 +208,11 @@ def _undo_interrupted(context: FsdpContext) -> None:
     """
     if context.is_in_forward() or context.is_backward_callback_queued:
         context.forget_reductions()
+        context.lookahead.interrupt()
+        drop_started(context)
         close_regions_above(0)
         for unit in context.units:
-            unit.is_in_compiled_forward = False
+            unit.is_in_compiled_forward = unit.may_run_eagerly = False
             for param in unit.params:
                 param.placeholder.grad = None
             release(unit)
@@ -183,6 +220,7 @@ def _undo_interrupted(context: FsdpContext) -> None:
     context.phases.clear()
 
 
+@never_compile_alone
 def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     unit = unit_of(module)
     assert unit is not None
@@ -190,12 +228,16 @@ def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if dtype is not None:
         output = _cast(output, dtype)
     if torch.compiler.is_compiling():
-        unit.is_in_compiled_forward = False
+        if not is_tracing_higher_order_op():
+            unit.is_in_compiled_forward = False
+    elif unit.may_run_eagerly:
+        unit.may_run_eagerly = False  # all of it was compiled
     elif not is_in_backward():
         _end_forward(unit, output)
     return output
 
 
+@torch.compiler.disable
 def _end_forward(unit: FsdpUnit, output: Any) -> None:
     context = unit.context
     if output is None and sys.exc_info()[0] is not None:  # the forward raised; torch calls the hook all the same
@@ -223,13 +265,28 @@ def _is_plain(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, torch.Tensor | bool | int | float | complex | str | bytes)
 
 
+@never_compile_alone
 def _cast(values: Any, dtype: torch.dtype) -> Any:
     """Floating-point tensors in `values` in `dtype`."""
     return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 
-def gather_on_demand(unit: FsdpUnit) -> None:
-    """Make the unit's parameters whole for eager code that no hook prepared, behind a graph break.
+@never_compile_alone
+def gather_for_eager_read(unit: FsdpUnit) -> None:
+    """Make the unit's parameters whole when eager code reads them in a forward that did not gather them: between two
+    graphs, or outside of their own module (`head.weight` in a chunked loss)."""
+    if unit.may_run_eagerly:
+        unit.may_run_eagerly = False
+        _gather_for_forward(unit)
+        return
+    context = unit.context
+    if context.is_in_forward() or any(u.is_in_compiled_forward or u.may_run_eagerly for u in context.units):
+        _gather_on_demand(unit)
+
+
+@torch.compiler.disable
+def _gather_on_demand(unit: FsdpUnit) -> None:
+    """Make the unit's parameters whole for eager code that no hook prepared.
 
     They stay whole until the backward has ended, or without gradients until the next compiled graph runs: what reads
     them is not known.
@@ -238,6 +295,7 @@ def gather_on_demand(unit: FsdpUnit) -> None:
         for param in unit.params:
             param.sync_requires_grad()
     start_gather(unit)
+    _start_ahead(unit, None, [], is_backward=False)
     finish_gather(unit)
     for param in unit.params:
         _watch_gradient(param)
@@ -266,8 +324,7 @@ def _pre_backward(unit: FsdpUnit) -> None:
     unit.ready_grads.clear()
     for owner in (unit, *unit.borrows_from):
         start_gather(owner)
-    for other in unit.backward_prefetch if unit.backward_prefetch is not None else context.next_in_backward(unit):
-        start_gather(other)
+    _start_ahead(unit, unit.backward_prefetch, context.next_in_backward(unit), is_backward=True)
     # Behind the all-gather: somebody waits for that soon, and on one stream it would queue behind the reductions.
     context.drain_delayed_reductions(0)
     # One reduction may stay on the wire while this unit computes; older ones have had a whole unit's time.
@@ -316,6 +373,7 @@ def _end_backward(context: FsdpContext) -> None:
             reduce_gradients(unit, with_grads)
         unit.ready_grads.clear()
         release(unit)
+    drop_started(context)
     context.phases.clear()
     context.on_demand.clear()
     context.finished_backward.clear()

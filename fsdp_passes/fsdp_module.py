@@ -32,6 +32,7 @@ class FsdpModule:
         """Gather this unit's parameters. With `async_op`, returns a handle whose `wait` completes it."""
         unit = _own_unit(self)
         start_gather(unit)
+        unit.is_held = True
         if async_op:
             return UnshardHandle(unit)
         finish_gather(unit)
@@ -40,6 +41,7 @@ class FsdpModule:
     def reshard(self) -> None:
         """Release this unit's gathered parameters once nothing reads them any more."""
         unit = _own_unit(self)
+        unit.is_held = False
         release(unit)
         unit.context.drain_delayed_releases(0)
 

@@ -32,6 +32,7 @@ from fsdp_passes.passes.annotate_regions import annotate_regions
 from fsdp_passes.passes.bucket_all_gathers import bucket_all_gathers
 from fsdp_passes.passes.bucket_reduce_scatters import bucket_reduce_scatters
 from fsdp_passes.passes.pin_schedule import pin_schedule
+from fsdp_passes.passes.prefetch_across_graphs import prefetch_across_graphs
 from fsdp_passes.passes.schedule_one_layer_ahead import schedule_one_layer_ahead
 from fsdp_passes.passes.tag_reshard_after_forward import tag_reshard_after_forward
 from fsdp_passes.schedule import (
@@ -163,6 +164,7 @@ class LowerAndSchedule(CustomGraphPass):
         run("bucket_all_gathers", lambda: bucket_all_gathers(graph, bucket_mode=mode))
         run("bucket_reduce_scatters", lambda: bucket_reduce_scatters(graph, bucket_mode=mode))
         run("schedule_one_layer_ahead", lambda: schedule_one_layer_ahead(graph, prefetch=options.prefetch))
+        run("prefetch_across_graphs", lambda: prefetch_across_graphs(graph, is_backward=backward))
         if options.nvtx:
             run("annotate_regions", lambda: annotate_regions(graph, labels=labels, is_backward=backward))
         result.events = events_from_graph(graph)

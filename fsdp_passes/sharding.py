@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from fsdp_passes._torch_compat import never_compile_alone
 from fsdp_passes.context import FsdpContext
 from fsdp_passes.debug import check_eager_read
-from fsdp_passes.eager import gather_on_demand, install_hooks
+from fsdp_passes.eager import gather_for_eager_read, install_hooks
 from fsdp_passes.errors import (
     AlreadyShardedError,
     CapturedParameterError,
@@ -326,14 +327,15 @@ def _adopt_replaced(module: nn.Module) -> None:
         param.shard()
 
 
+@never_compile_alone
 def _face(name: str, module: nn.Module) -> torch.Tensor:
     """What `module.<name>` gives: the placeholder to a compiler, the gathered parameter to an eager forward, and the
     sharded DTensor to everybody else."""
     param: FsdpParameter = module.__dict__["_fsdp_parameters"][name]
     if torch.compiler.is_compiling():
         return param.placeholder
-    if param.unit.is_in_compiled_forward:  # behind a graph break: no hook of ours ran in this eager part
-        gather_on_demand(param.unit)
+    if not param.unit.is_unsharded:
+        gather_for_eager_read(param.unit)
     if param.unit.is_unsharded:
         return param.placeholder
     if param.unit.pending_gather is not None:

@@ -181,7 +181,9 @@ def test_eager_training_on_four_ranks(four_ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("kind", ["graph break", "disabled layer", "disabled child"])
 def test_a_model_with_graph_breaks_trains(two_ranks: RankPool, kind: str) -> None:
-    assert len(two_ranks.run(f"{HERE}:partly_compiled", kind=kind)[0]) > 1
+    # A disabled layer leaves a loop that cannot be resumed: Dynamo compiles the other layers, with one artifact.
+    num_graphs = len(two_ranks.run(f"{HERE}:partly_compiled", kind=kind)[0])
+    assert num_graphs == 1 if kind == "disabled layer" else num_graphs > 1
 
 
 def test_layers_compiled_on_their_own_share_one_artifact(two_ranks: RankPool) -> None:
