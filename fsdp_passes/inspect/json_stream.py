@@ -52,8 +52,9 @@ def read_trace(path: str | Path, metadata: dict[str, Any]) -> Iterator[dict[str,
 def _open(path: Path) -> IO[str]:
     with path.open("rb") as file:
         is_gzip = file.read(2) == b"\x1f\x8b"
-    opened = gzip.open(path, "rt", encoding="utf-8", errors="replace") if is_gzip else path.open(errors="replace")
-    return cast(IO[str], opened)
+    if is_gzip:
+        return cast(IO[str], gzip.open(path, "rt", encoding="utf-8", errors="replace"))
+    return path.open(encoding="utf-8", errors="replace")
 
 
 class _Reader:

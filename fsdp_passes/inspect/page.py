@@ -14,10 +14,11 @@ from fsdp_passes.inspect.intervals import IntervalUnion
 
 COMPUTE_ROW = "compute"
 _PHASES = ("", "forward", "backward")
+_COLUMNS = ("time", "compute", "communication", "exposed", "hidden", "peak unsharded")
 _TOOLS = """\
 <div class="tools" role="toolbar" aria-label="Time axis of this section">
 <button type="button" aria-label="Zoom in" title="Zoom in (+)">+</button>
-<button type="button" aria-label="Zoom out" title="Zoom out (-)">−</button>
+<button type="button" aria-label="Zoom out" title="Zoom out (-)">&minus;</button>
 <button type="button" aria-label="Show all" title="Show all (0)">all</button>
 <div class="overview" aria-hidden="true"><i></i></div><span class="window"></span>
 </div>
@@ -84,7 +85,7 @@ def timeline_page(title: str, sections: Sequence[PageSection]) -> str:
     return template.substitute(
         title=html.escape(title),
         style=_read("page.css"),
-        script=_read("page.js"),
+        script=_read("page_items.js") + _read("page.js"),
         sections="".join(_section_html(section, number) for number, section in enumerate(sections)),
         data=_json_in_html(data),
     )
@@ -116,7 +117,8 @@ def _timeline_data(timeline: Timeline, shared: _Shared) -> dict[str, object]:
     return {
         "total": _short(timeline.total_us),
         "rows": rows,
-        "memory": [[_short(point.time_us), point.num_bytes] for point in timeline.memory],
+        # Of several changes at one time only the last is seen.
+        "memory": [*map(list, {_short(point.time_us): point.num_bytes for point in timeline.memory}.items())],
         "phases": _phases(timeline.spans),
     }
 
@@ -160,15 +162,20 @@ def _gaps(timeline: Timeline, compute: IntervalUnion, exposed: IntervalUnion) ->
         cuts = [*((*part, True) for part in exposed.parts(begin, end))]
         cuts += [(*part, False) for part in exposed.gaps(begin, end)]
         for cut_begin, cut_end, waits in sorted(cuts):
-            why = _collectives_between(timeline.spans, cut_begin, cut_end) if waits else ""
+            why = _running_between(timeline.spans, cut_begin, cut_end, waits)
             found.append([_short(cut_begin), _short(cut_end), waits, why])
     return found
 
 
-def _collectives_between(spans: Iterable[Span], begin: float, end: float) -> str:
-    running = [span for span in spans if span.exposed_us > 0 and span.start_us < end and span.end_us > begin]
-    names = dict.fromkeys(f"{span.kind.replace('_', '-')} of {span.unit or 'no unit'}" for span in running)
-    return "runs meanwhile: " + ", ".join(names)
+def _running_between(spans: Iterable[Span], begin: float, end: float, is_exposed: bool) -> str:
+    """What other rows do in a pause of the compute row: exposed collectives, or copies."""
+    running = [
+        f"{span.kind.replace('_', '-')} of {span.unit or 'no unit'}" if is_exposed else f"{span.row} of {span.unit}"
+        for span in spans
+        if span.row != COMPUTE_ROW and span.start_us < end and span.end_us > begin
+        if span.exposed_us > 0 or (not is_exposed and span.kind == "other")
+    ]
+    return "runs meanwhile: " + ", ".join(dict.fromkeys(running)) if running else ""
 
 
 def _phases(spans: Iterable[Span]) -> list[list[float]]:
@@ -186,7 +193,9 @@ def _phases(spans: Iterable[Span]) -> list[list[float]]:
 
 
 def _section_html(section: PageSection, number: int) -> str:
-    heading = f'<section aria-labelledby="section{number}">\n<h2 id="section{number}">{html.escape(section.title)}</h2>\n'
+    heading = (
+        f'<section aria-labelledby="section{number}">\n<h2 id="section{number}">{html.escape(section.title)}</h2>\n'
+    )
     if not section.timelines:
         return f"{heading}<p>Nothing was recorded.</p>\n</section>\n"
     figures = "".join(_figure_html(timeline) for timeline in section.timelines)
@@ -205,17 +214,17 @@ def _figure_html(timeline: Timeline) -> str:
 
 def _summary_html(timelines: Sequence[Timeline]) -> str:
     """The numbers of each timeline, with the change against the first."""
-    header = ("timeline", "time", "compute", "communication", "exposed", "hidden", "most unsharded")
-    head = "".join(f'<th scope="col">{text}</th>' for text in header)
+    head = "".join(f'<th scope="col">{text}</th>' for text in ("timeline", *_COLUMNS))
     first = timelines[0]
     body = "".join(_summary_row(timeline, first if timeline is not first else None) for timeline in timelines)
-    return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>\n'
+    table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="scroll"><table class="summary">{table}</table></div>\n'
 
 
 def _summary_row(timeline: Timeline, first: Timeline | None) -> str:
     compute = sum(span.duration_us for span in timeline.spans if span.row == COMPUTE_ROW)
     communication = sum(span.duration_us for span in timeline.spans if span.row.startswith("communication"))
-    hidden = f"{100 * (1 - timeline.exposed_us / communication):.0f} %" if communication else "–"
+    hidden = f"{100 * (1 - timeline.exposed_us / communication):.0f} %" if communication else "-"
     peak = max((point.num_bytes for point in timeline.memory), default=0)
     cells = (
         _time(timeline.total_us) + _change(timeline.total_us, first.total_us if first else 0.0),
@@ -223,9 +232,11 @@ def _summary_row(timeline: Timeline, first: Timeline | None) -> str:
         _time(communication),
         _time(timeline.exposed_us) + _change(timeline.exposed_us, first.exposed_us if first else 0.0),
         hidden,
-        f"{peak / 2**20:,.1f} MiB" if timeline.memory else "–",
+        f"{peak / 2**20:,.1f} MiB" if timeline.memory else "-",
     )
-    return f'<tr><th scope="row">{html.escape(timeline.title)}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+    # On a narrow screen each cell shows its column's name itself.
+    columns = "".join(f'<td data-name="{name}">{cell}</td>' for name, cell in zip(_COLUMNS, cells, strict=True))
+    return f'<tr><th scope="row">{html.escape(timeline.title)}</th>{columns}</tr>'
 
 
 def _change(value: float, before: float) -> str:

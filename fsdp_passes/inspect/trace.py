@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -111,7 +111,7 @@ def trace_report(paths: Sequence[str | Path]) -> TraceReport:
     """Read the traces of one run, one file per rank, and account for its communication.
 
     Files are Chrome traces of torch.profiler, plain or gzipped, of this library's or of FSDP2's runs on GPUs or on the
-    CPU. A file of 1 GB is read event by event. With several ranks, collectives are matched by their order within a step.
+    CPU; a file of 1 GB is read event by event. Collectives of several ranks are matched by their order within a step.
 
     Raises:
         TraceFileError: a file is missing, is no trace, is cut off, or holds no work.
@@ -142,7 +142,8 @@ def _note_waiting(measured: list[list[MeasuredCollective]]) -> None:
         seen: dict[tuple[object, ...], int] = defaultdict(int)
         for one in of_rank:
             key = (one.step, one.unit, one.phase, one.kind)
-            matched[(*key, seen[key])].append(one)
+            occurrence = (*key, seen[key])
+            matched[occurrence].append(one)
             seen[key] += 1
     for group in matched.values():
         if len(group) == len(measured):
@@ -189,7 +190,9 @@ def _unit_times(traces: list[RankTrace], collectives: list[MeasuredCollective]) 
     ]
 
 
-def _order_of_owners(collectives: list[MeasuredCollective], compute: dict[Owner, float]):  # type: ignore[no-untyped-def]
+def _order_of_owners(
+    collectives: list[MeasuredCollective], compute: dict[Owner, float]
+) -> Callable[[Owner], tuple[object, ...]]:
     """Forward before backward, what has no unit last; within a phase as the collectives start."""
     first: dict[Owner, int] = {}
     for index, one in enumerate(collectives):

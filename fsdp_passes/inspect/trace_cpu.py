@@ -22,8 +22,8 @@ def understand_cpu_work(events: TraceEvents, contexts: Contexts) -> tuple[Work, 
     """Sort a CPU rank's work into compute, copies and collectives.
 
     Collectives are what the backend's own threads run (`gloo:all_gather`). Compute is operators on the other threads;
-    the time in calls that start a collective or wait for one is neither. Code that Inductor compiled shows no operators,
-    so there the regions that it opens count as compute.
+    the time in calls that start a collective or wait for one is neither. Code that Inductor compiled shows no
+    operators, so there the regions that it opens count as compute.
     """
     backend_lanes = {
         events.annotations.lanes[index]
@@ -54,9 +54,7 @@ def _calls_by_lane(calls: Table) -> dict[int, IntervalUnion]:
     return {lane: IntervalUnion(intervals) for lane, intervals in by_lane.items()}
 
 
-def _work_in_order(
-    events: TraceEvents, in_calls: dict[int, IntervalUnion]
-) -> list[tuple[float, float, int, int]]:
+def _work_in_order(events: TraceEvents, in_calls: dict[int, IntervalUnion]) -> list[tuple[float, float, int, int]]:
     """(begin, end, name, lane) of operators, and of compiled regions without their calls of collectives."""
     work = events.work
     found = list(zip(work.begins, work.ends, work.names, work.lanes, strict=True))

@@ -23,7 +23,7 @@ class _Run:
 def infer_units(collectives: list[Collective], contexts: Contexts) -> None:
     """Fill in `unit` and `phase` where they are "" and follow from the order of things; leave the others as they are.
 
-    A collective that a unit's compute starts belongs to that unit (the gradients are made there). Gathers are started in
+    A collective that a unit's compute starts belongs to that unit (the gradients are made there). Gathers start in
     the order in which the units compute, one for each; where their numbers differ (several dtypes in one unit, say)
     nothing is guessed. A unit that keeps its parameters from the forward needs none in the backward; this is the root.
     """

@@ -156,20 +156,34 @@ def _first_ending_after(trace: RankTrace, time: float) -> int:
 
 
 def _reason(trace: RankTrace, one: Collective, step: Step) -> str:
-    """What ran before the exposed part, what runs behind it, and so what would have to change."""
+    """What computed before the exposed part and what computes behind it, and so what would have to change."""
     gaps = trace.compute_union.gaps(one.begin, one.end)
-    before = bisect_left(trace.compute.begins, gaps[0][0]) - 1
-    after = bisect_left(trace.compute.begins, gaps[-1][1] - 1e-3)
-    has_before = before >= 0 and trace.compute.begins[before] >= step.begin
-    has_after = after < len(trace.compute) and trace.compute.begins[after] < step.end
-    next_compute = f"the compute of {describe(trace.compute.owner(after))} follows" if has_after else "no compute follows"
-    if not has_before:
-        return f"the step begins with it: nothing computes yet; {next_compute}"
+    before = _nearest_unit(trace, bisect_left(trace.compute.begins, gaps[0][0]) - 1, -1, step)
+    after = _nearest_unit(trace, bisect_left(trace.compute.begins, gaps[-1][1] - 1e-3), +1, step)
+    if after is None:
+        then = "no unit computes behind it"
+    elif trace.compute.owner(after)[0] == one.unit and one.kind == "all_gather":
+        then = f"{describe(trace.compute.owner(after))} waits for it"
+    else:
+        then = f"{describe(trace.compute.owner(after))} computes next"
+    if before is None:
+        return f"no unit computes before it; {then}"
     owner = describe(trace.compute.owner(before))
-    head_start = gaps[0][0] - one.begin
-    if head_start <= 0:
-        return f"starts only when the compute of {owner} is over; {next_compute}"
-    return f"starts {format_us(head_start)} before the compute of {owner} pauses, too late to be hidden; {next_compute}"
+    if after is not None and trace.compute.owner(after) == trace.compute.owner(before):
+        return f"{owner} pauses while it runs"
+    if trace.compute.ends[before] <= one.begin:
+        return f"starts only when {owner} has computed; {then}"
+    return f"starts {format_us(gaps[0][0] - one.begin)} before {owner} stops computing, too late to be hidden; {then}"
+
+
+def _nearest_unit(trace: RankTrace, index: int, direction: int, step: Step) -> int | None:
+    """The first work of a unit from `index` on, within the step; None when only other work is left."""
+    work = trace.compute
+    while 0 <= index < len(work) and step.begin <= work.begins[index] < step.end:
+        if work.owner(index)[0]:
+            return index
+        index += direction
+    return None
 
 
 def describe(owner: Owner) -> str:

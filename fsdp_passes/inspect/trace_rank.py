@@ -74,9 +74,7 @@ def read_rank(path: str | Path, position: int) -> RankTrace:
     info = distributed if isinstance(distributed, dict) else {}
     steps = _steps(events, compute, collectives)
     rank, world_size = int(info.get("rank", position)), int(info.get("world_size", 0))
-    return RankTrace(
-        Path(path), rank, world_size, events.is_gpu, steps, compute, copies, collectives, events.names.all
-    )
+    return RankTrace(Path(path), rank, world_size, events.is_gpu, steps, compute, copies, collectives, events.names.all)
 
 
 def _steps(events: TraceEvents, compute: Work, collectives: list[Collective]) -> list[Step]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from fsdp_passes.inspect.trace_measure import MeasuredCollective, StepTimes, describe, format_us
+from fsdp_passes.inspect.trace_measure import MeasuredCollective, Owner, StepTimes, describe, format_us
 
 if TYPE_CHECKING:
     from fsdp_passes.inspect.trace import TraceReport, UnitTimes
@@ -15,23 +16,30 @@ if TYPE_CHECKING:
 def report_text(report: TraceReport, max_collectives: int) -> str:
     """Where each rank's time went, what each unit's communication cost, and the most exposed collectives."""
     numbers = sorted({step.step for step in report.steps} - {0})
-    counted = f", steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else ""
+    counted = ""
+    if numbers:
+        counted = f", steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f", step {numbers[0]}"
     lines = [f"FSDP trace report: {_plural(len(report.ranks), 'rank')}{counted}", ""]
     lines += _step_table(report)
     lines += ["", "Per unit, mean of a step of a rank:", *_unit_table(report)]
-    exposed = report.exposed_collectives
+    groups = exposed_groups(report.collectives)
     if not report.collectives:
         lines += ["", "No collective ran: is this the trace of a distributed run?"]
-    elif not exposed:
+    elif not groups:
         lines += ["", "Every collective is hidden behind compute."]
     else:
-        lines += ["", f"Exposed collectives, {min(len(exposed), max_collectives)} of {len(exposed)}, most exposed first:"]
-        lines += [_exposed_line(one) for one in exposed[:max_collectives]]
+        shown = groups[:max_collectives]
+        of_all = f" ({len(shown)} of {len(groups)})" if len(groups) > len(shown) else ""
+        lines += ["", f"Exposed collectives{of_all}, most exposed first, mean of a step of a rank:"]
+        for group in shown:
+            lines += _exposed_lines(group, len(report.steps))
     return "\n".join(lines) + "\n"
 
 
 def _step_table(report: TraceReport) -> list[str]:
-    rows = [("rank", "step time", "= compute", "+ exposed", "+ copies", "+ idle", "communication", "hidden")]
+    rows: list[tuple[str, ...]] = [
+        ("rank", "step time", "= compute", "+ exposed", "+ copies", "+ idle", "communication", "hidden")
+    ]
     for rank in report.ranks:
         steps = [step for step in report.steps if step.rank == rank]
         rows.append((str(rank), *_step_cells(steps)))
@@ -49,7 +57,9 @@ def _step_cells(steps: Sequence[StepTimes]) -> tuple[str, ...]:
 
 
 def _unit_table(report: TraceReport) -> list[str]:
-    rows = [("unit", "phase", "compute", "idle", "communication", "hidden", "exposed", "waiting", "collectives", "MiB")]
+    rows: list[tuple[str, ...]] = [
+        ("unit", "phase", "compute", "idle", "communication", "hidden", "exposed", "waiting", "collectives", "MiB")
+    ]
     rows += [_unit_cells(unit, unit.unit or "(no unit)") for unit in report.units]
     rows.append(_unit_cells(report.total, "total"))
     if len(report.ranks) == 1:  # who waits for whom is seen only from several ranks
@@ -63,17 +73,38 @@ def _unit_cells(unit: UnitTimes, name: str) -> tuple[str, ...]:
     return (name, unit.phase, *(format_us(time) if time else "-" for time in times), f"{unit.num_collectives:g}", mib)
 
 
-def _exposed_line(one: MeasuredCollective) -> str:
-    where = f"rank {one.rank}" + (f", step {one.step}" if one.step else "")
-    behind = sorted(one.hidden_behind.items(), key=lambda item: -item[1])
-    hidden = ", ".join(f"{format_us(time)} of {describe(owner)}" for owner, time in behind[:3])
-    text = f"  {format_us(one.exposed_us)} of {format_us(one.duration_us)}: {one.kind} of "
-    text += f"{describe((one.unit, one.phase))} [{where}] {one.reason}"
-    if hidden:
-        text += f"; the rest hides behind {hidden}"
-    if one.waiting_us > one.exposed_us / 2:
-        text += f"; {format_us(one.waiting_us)} of it waits for a slower rank"
-    return text
+def exposed_groups(collectives: Sequence[MeasuredCollective]) -> list[list[MeasuredCollective]]:
+    """The same collective of all ranks and steps together, where any of them is exposed; the most exposed first."""
+    groups: dict[tuple[str, str, str], list[MeasuredCollective]] = defaultdict(list)
+    for one in collectives:
+        groups[one.unit, one.phase, one.kind].append(one)
+    exposed = [group for group in groups.values() if any(one.exposed_us > 0 for one in group)]
+    return sorted(exposed, key=lambda group: -sum(one.exposed_us for one in group))
+
+
+def _exposed_lines(group: list[MeasuredCollective], num_steps: int) -> list[str]:
+    """How much is exposed, why (of the worst of the group), and what hides the rest."""
+
+    def mean(name: str) -> float:
+        return sum(getattr(one, name) for one in group) / num_steps
+
+    worst = max(group, key=lambda one: one.exposed_us)
+    head = f"  {worst.kind} of {describe((worst.unit, worst.phase))}: {format_us(mean('exposed_us'))} exposed"
+    head += f" of {format_us(mean('duration_us'))}"
+    if mean("waiting_us") > 0:
+        head += f", {format_us(mean('waiting_us'))} of waiting for a slower rank"
+    where = f"rank {worst.rank}" + (f", step {worst.step}" if worst.step else "")
+    lines = [head, f"      worst on {where}, {format_us(worst.exposed_us)}: {worst.reason}"]
+    behind: dict[Owner, float] = defaultdict(float)
+    for one in group:
+        for owner, time in one.hidden_behind.items():
+            behind[owner] += time / num_steps
+    most = sorted(behind.items(), key=lambda item: -item[1])[:3]
+    most = [(owner, time) for owner, time in most if time > 0.01 * mean("hidden_us")]
+    if most:
+        hidden = ", ".join(f"{describe(owner)} {format_us(time)}" for owner, time in most)
+        lines.append(f"      hidden behind the compute of {hidden}")
+    return lines
 
 
 def _percent(part: float, whole: float) -> str:

@@ -71,7 +71,7 @@ def new_collective(
     num_bytes: int,
     launch: tuple[int, float] | None,
 ) -> Collective:
-    """A collective of the unit whose communication it was started in; the unit is open when it was started elsewhere."""
+    """A collective of the unit whose communication it was started in; of no unit when it was started elsewhere."""
     unit = meaning.unit if meaning.role == COMMUNICATION else ""
     phase = "backward" if kind == "reduce_scatter" else meaning.phase
     return Collective(begin, end, kind, name, lane, unit, phase, num_bytes, launch)
