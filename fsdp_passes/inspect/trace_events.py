@@ -39,8 +39,8 @@ class Table:
     def __init__(self) -> None:
         self.begins = array("d")
         self.ends = array("d")
-        self.names = array("l")
-        self.lanes = array("l")
+        self.names = array("i")
+        self.lanes = array("i")
 
     def append(self, begin: float, end: float, name: int, lane: int) -> None:
         self.begins.append(begin)
@@ -64,8 +64,8 @@ class Launches:
     def __init__(self) -> None:
         self._correlations = array("q")
         self._times = array("d")
-        self._lanes = array("l")
-        self._order = array("l")
+        self._lanes = array("i")
+        self._order = array("i")
 
     def append(self, correlation: int, time: float, lane: int) -> None:
         self._correlations.append(correlation)
@@ -75,7 +75,7 @@ class Launches:
     def find(self, correlation: int) -> tuple[int, float] | None:
         """(thread, time) of the call, None when the trace does not have it."""
         if len(self._order) != len(self._correlations):
-            self._order = array("l", sorted(range(len(self._correlations)), key=self._correlations.__getitem__))
+            self._order = array("i", sorted(range(len(self._correlations)), key=self._correlations.__getitem__))
         at = bisect_left(self._order, correlation, key=self._correlations.__getitem__)
         if at == len(self._order) or self._correlations[self._order[at]] != correlation:
             return None

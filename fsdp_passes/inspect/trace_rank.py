@@ -44,8 +44,8 @@ class RankTrace:
     names: list[str]
 
     def __post_init__(self) -> None:
-        self.compute_union = IntervalUnion(self.compute)
-        self.copy_union = IntervalUnion(self.copies)
+        self.compute_union = IntervalUnion(self.compute, is_sorted=True)
+        self.copy_union = IntervalUnion(self.copies, is_sorted=True)
         self.communication_union = IntervalUnion((one.begin, one.end) for one in self.collectives)
 
     def step_at(self, time: float) -> Step | None:
@@ -72,21 +72,21 @@ def read_rank(path: str | Path, position: int) -> RankTrace:
     collectives.sort(key=lambda one: one.begin)
     distributed = events.metadata.get("distributedInfo")
     info = distributed if isinstance(distributed, dict) else {}
-    steps = _steps(events, compute, collectives)
+    steps = _steps(events, (compute, copies), collectives)
     rank, world_size = int(info.get("rank", position)), int(info.get("world_size", 0))
     return RankTrace(Path(path), rank, world_size, events.is_gpu, steps, compute, copies, collectives, events.names.all)
 
 
-def _steps(events: TraceEvents, compute: Work, collectives: list[Collective]) -> list[Step]:
+def _steps(events: TraceEvents, works: tuple[Work, ...], collectives: list[Collective]) -> list[Step]:
     """The profiler's steps. On a GPU a step begins with the first kernel that was launched in it."""
     cpu_steps = []
     for index in events.annotations.in_order():
         number = step_number(events.names.all[events.annotations.names[index]])
         if number is not None:
             cpu_steps.append(Step(number, events.annotations.begins[index], events.annotations.ends[index]))
-    last_end = max([*compute.ends, *(one.end for one in collectives)])
+    last_end = max([*(max(work.ends) for work in works if len(work)), *(one.end for one in collectives)])
     if not cpu_steps:
-        first = min([*compute.begins[:1], *(one.begin for one in collectives[:1])])
+        first = min([*(work.begins[0] for work in works if len(work)), *(one.begin for one in collectives[:1])])
         return [Step(0, first, last_end)]
     if not events.is_gpu:
         return cpu_steps

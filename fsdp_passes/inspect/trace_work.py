@@ -15,8 +15,8 @@ class Work:
     def __init__(self) -> None:
         self.begins = array("d")
         self.ends = array("d")
-        self.owners = array("l")
-        self.names = array("l")
+        self.owners = array("i")
+        self.names = array("i")
         self.all_owners: list[tuple[str, str]] = []
         self._index: dict[tuple[str, str], int] = {}
 
