@@ -13,8 +13,8 @@ class IntervalUnion:
     """The points in time that any of `intervals` (begin, end) covers, as disjoint intervals in order.
 
     Built in one pass over the sorted intervals and held in flat arrays, since a trace may have a million kernels.
-    Every question about a stretch of time then takes O(log n). `is_sorted` says that they come in order of their begins,
-    so that no copy is made to sort them.
+    Every question about a stretch of time then takes O(log n). `is_sorted`: they come in order of their begins, so
+    no copy is made to sort them.
     """
 
     def __init__(self, intervals: Iterable[Interval], *, is_sorted: bool = False) -> None:

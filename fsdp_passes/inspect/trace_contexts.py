@@ -33,7 +33,8 @@ class Contexts:
     """What holds on each lane at each time.
 
     An annotation that marks compute or communication holds for what is inside it. FSDP2 marks only its hooks: behind
-    `FSDP::pre_forward (u)` the unit u computes, until `FSDP::post_forward (u)` begins; then the unit around it goes on. In the backward the same with `pre_backward` and `post_backward_…`.
+    `FSDP::pre_forward (u)` the unit u computes, until `FSDP::post_forward (u)` begins; then the unit around it goes on.
+    In the backward the same with `pre_backward` and `post_backward_…`.
     """
 
     def __init__(self, annotations: Table, names: Names) -> None:

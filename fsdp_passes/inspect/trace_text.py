@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
@@ -11,6 +12,8 @@ from fsdp_passes.inspect.trace_measure import MeasuredCollective, Owner, StepTim
 
 if TYPE_CHECKING:
     from fsdp_passes.inspect.trace import TraceReport, UnitTimes
+
+WIDTH = 112  # of wrapped lines, in characters
 
 
 def report_text(report: TraceReport, max_collectives: int) -> str:
@@ -94,7 +97,7 @@ def _exposed_lines(group: list[MeasuredCollective], num_steps: int) -> list[str]
     if mean("waiting_us") > 0:
         head += f", {format_us(mean('waiting_us'))} of waiting for a slower rank"
     where = f"rank {worst.rank}" + (f", step {worst.step}" if worst.step else "")
-    lines = [head, f"      worst on {where}, {format_us(worst.exposed_us)}: {worst.reason}"]
+    lines = [head, *_wrapped(f"worst on {where}, {format_us(worst.exposed_us)}: {worst.reason}")]
     behind: dict[Owner, float] = defaultdict(float)
     for one in group:
         for owner, time in one.hidden_behind.items():
@@ -103,8 +106,12 @@ def _exposed_lines(group: list[MeasuredCollective], num_steps: int) -> list[str]
     most = [(owner, time) for owner, time in most if time > 0.01 * mean("hidden_us")]
     if most:
         hidden = ", ".join(f"{describe(owner)} {format_us(time)}" for owner, time in most)
-        lines.append(f"      hidden behind the compute of {hidden}")
+        lines += _wrapped(f"hidden behind the compute of {hidden}")
     return lines
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 8, break_on_hyphens=False)
 
 
 def _percent(part: float, whole: float) -> str:

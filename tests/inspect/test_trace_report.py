@@ -82,9 +82,11 @@ Per unit, mean of a step of a rank:
 
 Exposed collectives (2 of 3), most exposed first, mean of a step of a rank:
   reduce_scatter of layers.0 (backward): 100 us exposed of 100 us
-      worst on rank 0, step 3, 100 us: starts only when layers.0 (backward) has computed; no unit computes behind it
+      worst on rank 0, step 3, 100 us: starts only when layers.0 (backward) has computed; no unit computes
+        behind it
   all_gather of layers.0 (forward): 50.0 us exposed of 140 us
-      worst on rank 0, step 3, 50.0 us: starts 90.0 us before root (forward) stops computing, too late to be hidden; layers.0 (forward) waits for it
+      worst on rank 0, step 3, 50.0 us: starts 90.0 us before root (forward) stops computing, too late to be
+        hidden; layers.0 (forward) waits for it
       hidden behind the compute of root (forward) 90.0 us
 """,
     )
@@ -121,9 +123,11 @@ Per unit, mean of a step of a rank:
 
 Exposed collectives, most exposed first, mean of a step of a rank:
   reduce_scatter of layers.0 (backward): 60.0 us exposed of 60.0 us, 40.0 us of waiting for a slower rank
-      worst on rank 0, step 3, 100 us: starts only when layers.0 (backward) has computed; no unit computes behind it
+      worst on rank 0, step 3, 100 us: starts only when layers.0 (backward) has computed; no unit computes
+        behind it
   all_gather of layers.0 (forward): 50.0 us exposed of 140 us
-      worst on rank 0, step 3, 50.0 us: starts 90.0 us before root (forward) stops computing, too late to be hidden; layers.0 (forward) waits for it
+      worst on rank 0, step 3, 50.0 us: starts 90.0 us before root (forward) stops computing, too late to be
+        hidden; layers.0 (forward) waits for it
       hidden behind the compute of root (forward) 90.0 us
   all_gather of root (forward): 40.0 us exposed of 40.0 us
       worst on rank 0, step 3, 40.0 us: no unit computes before it; root (forward) waits for it
@@ -178,7 +182,7 @@ def test_kernels_without_a_launch_take_the_annotation_of_the_gpus_own_row(tmp_pa
 
 
 def test_collectives_of_compiled_code_get_their_units_from_the_order_of_the_regions(tmp_path: Path) -> None:
-    """Compiled code marks compute only: gathers start one unit ahead, the root is not gathered again in the backward."""
+    """Compiled code marks compute only: gathers start one unit ahead, the root is gathered once."""
     trace = GpuTrace()
     trace.annotate("ProfilerStep#1", 0, 1000)
     for at in (10, 12, 30, 130):  # root, layers.0 | layers.1 during layers.0, then backward: layers.1
