@@ -38,7 +38,7 @@ class Section {
     const [begin, end] = this.view;
     const isAll = end - begin >= this.total * 0.9999;
     this.buttons.farther.disabled = this.buttons.all.disabled = isAll;
-    this.element.querySelector(".window").textContent = `${time(begin)} – ${time(end)}`;
+    this.element.querySelector(".window").textContent = `${time(begin)} to ${time(end)}`;
     const bar = this.element.querySelector(".overview i");
     bar.style.left = `${(100 * begin) / this.total}%`;
     bar.style.width = `${(100 * (end - begin)) / this.total}%`;
@@ -106,16 +106,27 @@ class Plot {
     const { items } = row;
     let low = 0, high = items.length;
     while (!row.memory && low < high) { const middle = (low + high) >> 1; if (items[middle].reach < begin) low = middle + 1; else high = middle; }
-    let drawnTo = -Infinity, drawnUnit = null;
+    let joined = null; // neighbours of one unit that are too narrow to be told apart
+    const flush = () => { if (joined) out.push(this.drawItem(row, index, joined.first, joined.count > 1 ? joined : joined.item, joined.left, Math.max(joined.right - joined.left, 0.8), joined.isFocus)); joined = null; };
     for (let i = row.memory ? 0 : low; i < items.length && items[i].start <= end; i++) {
       const item = items[i];
       if (item.end < begin) continue;
       const left = Math.max(this.x(item.start), -4), right = Math.min(this.x(item.end), this.width + 4);
       const isFocus = this.focus?.[0] === index && this.focus[1] === i;
-      if (right - left < 1 && right < drawnTo + 1 && item.unit === drawnUnit && !isFocus) continue; // joined
-      [drawnTo, drawnUnit] = [Math.max(drawnTo, right), item.unit];
-      out.push(this.drawItem(row, index, i, item, left, Math.max(right - left, 0.8), isFocus));
+      if (item.gap && right - left < 2.5 && !isFocus) continue;
+      const isNarrow = right - left < 2 && !item.memory && !item.gap && !isFocus;
+      if (isNarrow && joined?.isNarrow && joined.unit === item.unit && left < joined.right + 1 && right - joined.left < 40) {
+        joined.count += 1;
+        joined.right = Math.max(joined.right, right);
+        joined.end = Math.max(joined.end, item.end);
+        joined.exposed += item.span[EXPOSED];
+        joined.parts.push(...(item.span[PARTS] || []));
+        continue;
+      }
+      flush();
+      joined = { item, first: i, count: 1, left, right, start: item.start, end: item.end, unit: item.unit, span: item.span, exposed: item.span?.[EXPOSED] || 0, parts: [...(item.span?.[PARTS] || [])], isNarrow, isFocus };
     }
+    flush();
     return `<g role="list" aria-label="${escape(row.name)}">${out.join("")}</g>`;
   }
   drawItem(row, index, i, item, left, width, isFocus) {
@@ -124,7 +135,6 @@ class Plot {
     let inside;
     if (item.memory) inside = `<rect fill="transparent" ${box} y="${top}" height="${height}"/>`;
     else if (item.gap) {
-      if (width < 2.5) return "";
       const inner = `x="${(left + 1).toFixed(2)}" width="${(width - 2).toFixed(2)}"`;
       inside = `<rect class="gap${item.waits ? " waits" : ""}" ${inner} y="${top + 1.5}" height="${height - 3}"/>`;
       const text = item.waits ? "waits" : "idle";
@@ -133,7 +143,7 @@ class Plot {
       const kind = data.kinds[item.span[KIND]];
       inside = `<rect class="bar${kind === "reduce_scatter" && width > 5 ? " scatter" : ""}" style="--fill:${fill(item.unit)}" ${box} y="${top + 1}" height="${height - 2}" rx="${width > 6 ? 2 : 0}"/>`;
       if (pattern(item.unit) && width > 3) inside += `<rect class="overlay" fill="url(#pattern${pattern(item.unit)})" ${box} y="${top + 1}" height="${height - 2}"/>`;
-      for (const [begin, end] of item.span[PARTS] || []) {
+      for (const [begin, end] of item.parts || item.span[PARTS] || []) {
         const [from, to] = [Math.max(this.x(begin), -4), Math.min(this.x(end), this.width + 4)];
         if (to > from) inside += `<rect class="exposed" x="${from.toFixed(2)}" y="${top + height - 10}" width="${Math.max(to - from, 1).toFixed(2)}" height="9"/>`;
       }
@@ -141,7 +151,7 @@ class Plot {
       const text = label(item, Math.min(left + width, this.width) - shown);
       if (text) inside += `<text x="${(shown + 4).toFixed(1)}" y="${top + (item.span[PARTS] ? 15 : height / 2 + 4)}">${escape(text)}</text>`;
     }
-    return `<g class="item" role="listitem" tabindex="${isFocus ? 0 : -1}" data-row="${index}" data-item="${i}" data-unit="${item.unit}" aria-label="${escape(spoken(item))}">${inside}</g>`;
+    return `<g class="item" role="listitem" tabindex="${isFocus ? 0 : -1}" data-row="${index}" data-item="${i}" data-count="${item.count || 1}" data-unit="${item.unit}" aria-label="${escape(spoken(item))}">${inside}</g>`;
   }
   drawCurve(row) {
     const points = this.timeline.memory;
@@ -155,7 +165,13 @@ class Plot {
   // ---- pointing ----
 
   element(focus) { return focus && this.svg.querySelector(`[data-row="${focus[0]}"][data-item="${focus[1]}"]`); }
-  itemAt(element) { return this.rows[element.dataset.row].items[element.dataset.item]; }
+  // Several bars that are drawn as one are told as one.
+  itemAt(element) {
+    const items = this.rows[element.dataset.row].items, first = +element.dataset.item, count = +element.dataset.count;
+    if (count === 1) return items[first];
+    const group = items.slice(first).filter((item) => item.span && item.unit === items[first].unit).slice(0, count);
+    return { ...items[first], count, end: Math.max(...group.map((item) => item.end)), exposed: group.reduce((sum, item) => sum + item.span[EXPOSED], 0) };
+  }
   show(element, isKey) {
     const item = this.itemAt(element);
     const lines = facts(item).map(([key, value, alarm]) => `<dt>${key}</dt><dd${alarm ? ' class="alarm"' : ""}>${escape(value)}</dd>`);

@@ -47,6 +47,7 @@ function facts(item) {
   found.push(["takes", time(item.end - item.start)]);
   if (item.gap) return item.reason ? [...found, ["why", item.reason]] : found;
   const span = item.span;
+  if (item.count > 1) return item.exposed > 0 ? [...found, ["exposed", time(item.exposed), true]] : found;
   if (span[BYTES]) found.push(["moves", `${bytes(span[BYTES])}, ${bytes((span[BYTES] / span[DURATION]) * 1e6)}/s`]);
   if (span[EXPOSED] > 0) found.push(["exposed", `${time(span[EXPOSED])} (${Math.round((100 * span[EXPOSED]) / span[DURATION])} %)`, true]);
   else if (SHORT[data.kinds[span[KIND]]]) found.push(["exposed", "nothing: hidden behind compute"]);
@@ -57,6 +58,7 @@ function facts(item) {
 function heading(item) {
   if (item.gap || item.memory) return what(item);
   const phase = PHASES[item.span[PHASE]];
+  if (item.count > 1) return `${item.count} bars of ${unitName(item.unit)}${phase ? `, ${phase}` : ""}`;
   return `${what(item)} of ${unitName(item.unit)}${phase ? `, ${phase}` : ""}`;
 }
 const spoken = (item) => `${heading(item)}; ${facts(item).map(([key, value]) => `${key} ${value}`).join("; ")}`;
