@@ -135,7 +135,7 @@ class Plot {
     let inside;
     if (item.memory) inside = `<rect fill="transparent" ${box} y="${top}" height="${height}"/>`;
     else if (item.gap) {
-      const inner = `x="${(left + 1).toFixed(2)}" width="${(width - 2).toFixed(2)}"`;
+      const inner = `x="${(left + 1).toFixed(2)}" width="${Math.max(width - 2, 0.8).toFixed(2)}"`;
       inside = `<rect class="gap${item.waits ? " waits" : ""}" ${inner} y="${top + 1.5}" height="${height - 3}"/>`;
       const text = item.waits ? "waits" : "idle";
       if (width > 40) inside += `<text class="gap-label${item.waits ? " waits" : ""}" x="${left + width / 2}" y="${top + height / 2 + 4}" text-anchor="middle">${text}</text>`;

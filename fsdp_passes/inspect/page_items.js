@@ -9,7 +9,7 @@ const escape = (text) => String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;",
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 const unitName = (unit) => (unit < 0 ? "no unit" : data.units[unit]);
 const fill = (unit) => (unit < 0 ? "var(--none)" : `var(--unit${unit % 8})`);
-const pattern = (unit) => (unit < 0 ? 0 : Math.floor(unit / 8) % 4);
+const pattern = (unit) => (unit < 0 ? 0 : Math.floor(unit / 8) % 5);
 
 function time(us) {
   const size = Math.abs(us);

@@ -217,6 +217,24 @@ def test_three_thousand_bars_stay_fluent(browser: Browser, tmp_path: Path) -> No
         })()"""
     )
     assert frame_ms < 250  # on a busy machine without a GPU; a few tens otherwise
+    focus_first(browser)
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown", "End", "e", "ArrowUp", "Home"):
+        browser.press(key)
+        assert browser.evaluate("document.activeElement.matches('.item')"), key
+    assert browser.messages == []
+
+
+def test_bars_too_narrow_to_be_told_apart_are_told_together(browser: Browser, tmp_path: Path) -> None:
+    timeline = forward_and_backward(32, is_ahead=True, title="t", kernels_per_unit=400)
+    path = tmp_path / "narrow.html"
+    path.write_text(timeline_page("narrow", [PageSection("s", [timeline])]), encoding="utf-8")
+    browser.open(path)
+    joined = browser.evaluate(
+        "[...document.querySelectorAll('.plot [data-row=\"0\"][data-unit=\"3\"]')]"
+        ".map(i => [+i.dataset.count, i.ariaLabel])"
+    )
+    assert sum(count for count, _ in joined) == 800  # forward and backward
+    assert joined[0][1].startswith(f"{joined[0][0]} bars of layers.2, forward; from ")
 
 
 def luminance(colour: str) -> float:
