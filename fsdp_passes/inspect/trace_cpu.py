@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 from fsdp_passes.inspect.intervals import IntervalUnion
 from fsdp_passes.inspect.trace_contexts import Contexts
@@ -54,10 +56,10 @@ def _calls_by_lane(calls: Table) -> dict[int, IntervalUnion]:
     return {lane: IntervalUnion(intervals) for lane, intervals in by_lane.items()}
 
 
-def _work_in_order(events: TraceEvents, in_calls: dict[int, IntervalUnion]) -> list[tuple[float, float, int, int]]:
+def _work_in_order(events: TraceEvents, in_calls: dict[int, IntervalUnion]) -> Iterator[tuple[float, float, int, int]]:
     """(begin, end, name, lane) of operators, and of compiled regions without their calls of collectives."""
     work = events.work
-    found = list(zip(work.begins, work.ends, work.names, work.lanes, strict=True))
+    regions: list[tuple[float, float, int, int]] = []
     opened = _calls_by_lane(events.region_calls)
     for index in range(len(events.annotations)):
         lane, name = events.annotations.lanes[index], events.annotations.names[index]
@@ -66,9 +68,15 @@ def _work_in_order(events: TraceEvents, in_calls: dict[int, IntervalUnion]) -> l
         # The eager fallback opens the same regions, but around waits and nested units.
         if meaning is None or meaning.role != COMPUTE or not opened.get(lane, _NO_CALLS).parts(begin, begin + 1e-6):
             continue
-        found += [(*gap, name, lane) for gap in in_calls.get(lane, _NO_CALLS).gaps(begin, end)]
-    found.sort(key=lambda one: (one[0], -one[1]))
-    return found
+        regions += [(*gap, name, lane) for gap in in_calls.get(lane, _NO_CALLS).gaps(begin, end)]
+    regions.sort(key=_order)
+    operators = ((work.begins[i], work.ends[i], work.names[i], work.lanes[i]) for i in work.in_order())
+    return heapq.merge(operators, regions, key=_order)
+
+
+def _order(work: tuple[float, float, int, int]) -> tuple[float, float]:
+    """By begin; what contains others comes before them."""
+    return work[0], -work[1]
 
 
 def _collectives(events: TraceEvents, contexts: Contexts) -> list[Collective]:

@@ -93,6 +93,7 @@ class TraceEvents:
         annotations: of the CPU (record_function); `gpu_annotations` the same as the GPU saw them.
         collective_calls: CPU operators that start a collective or wait for one; `work` those that compute.
             Both are left empty for work on a GPU, where the CPU's time says nothing.
+        last_work: lane -> the (begin, end) that was added last to `work`.
         region_calls: the calls with which compiled code opens this library's regions.
         collective_names: index in `gpu` -> what PyTorch calls a collective whose kernel's name does not tell.
         message_bytes: index in `gpu` or `collective_calls` -> bytes, where the profiler noted them.
@@ -112,6 +113,7 @@ class TraceEvents:
     work: Table = dataclasses.field(default_factory=Table)
     collective_calls: Table = dataclasses.field(default_factory=Table)
     region_calls: Table = dataclasses.field(default_factory=Table)
+    last_work: dict[int, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def is_gpu(self) -> bool:
@@ -165,7 +167,13 @@ def _keep_gpu_work(kept: TraceEvents, event: dict[str, Any], name: str, begin: f
 
 
 def _keep_cpu_op(kept: TraceEvents, event: dict[str, Any], name: str, begin: float, end: float) -> None:
+    lane = _lane(kept, event)
     if is_cpu_work(name):
+        # Most operators lie inside one that is kept: `aten::addmm` calls a dozen others.
+        outer_begin, outer_end = kept.last_work.get(lane, (0.0, 0.0))
+        if outer_begin <= begin and end <= outer_end:
+            return
+        kept.last_work[lane] = (begin, end)
         table = kept.work
     elif is_collective_op(name):
         table = kept.collective_calls
@@ -176,7 +184,7 @@ def _keep_cpu_op(kept: TraceEvents, event: dict[str, Any], name: str, begin: flo
         table = kept.region_calls
     else:
         return
-    table.append(begin, end, kept.names.index(name), _lane(kept, event))
+    table.append(begin, end, kept.names.index(name), lane)
 
 
 def _lane(kept: TraceEvents, event: dict[str, Any]) -> int:

@@ -230,7 +230,7 @@ def test_bars_too_narrow_to_be_told_apart_are_told_together(browser: Browser, tm
     path.write_text(timeline_page("narrow", [PageSection("s", [timeline])]), encoding="utf-8")
     browser.open(path)
     joined = browser.evaluate(
-        "[...document.querySelectorAll('.plot [data-row=\"0\"][data-unit=\"3\"]')]"
+        '[...document.querySelectorAll(\'.plot [data-row="0"][data-unit="3"]\')]'
         ".map(i => [+i.dataset.count, i.ariaLabel])"
     )
     assert sum(count for count, _ in joined) == 800  # forward and backward
