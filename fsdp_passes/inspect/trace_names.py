@@ -36,6 +36,7 @@ _COLLECTIVE_NAMESPACES = ("c10d::", "_c10d_functional::", "record_param_comms", 
 _FRAME_NAMESPACES = ("autograd::", "torch::", "fsdp_passes::", "profiler::")
 _DTYPE_BYTES = {
     "byte": 1, "unsigned char": 1, "char": 1, "signed char": 1, "bool": 1, "half": 2, "bfloat16": 2, "short": 2,
+    "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8,
     "float": 4, "int": 4, "long": 8, "long int": 8, "double": 8,
 }  # fmt: skip
 

@@ -83,6 +83,7 @@ def test_what_computes_on_the_cpu() -> None:
         ({"In msg nelems": 4, "Out msg nelems": 8, "dtype": "BFloat16"}, 16),
         ({"In msg nelems": 8, "Out msg nelems": 4, "dtype": "Float"}, 32),
         ({"In msg nelems": 8, "Out msg nelems": 4, "dtype": "Float8_e4m3fn"}, 8),
+        ({"In msg nelems": 8, "Out msg nelems": 4, "dtype": "float32"}, 32),
         ({"In msg nelems": 8, "dtype": "Unheard"}, 0),
         ({"Input Dims": [[2, 8], [8], []], "Input type": ["float", "float", ""]}, 64),
         ({"Input Dims": [[[2, 8], [3]], []], "Input type": ["TensorList", ""]}, 0),
