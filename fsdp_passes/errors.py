@@ -130,6 +130,13 @@ class OptionValueError(FsdpError, ValueError):
         super().__init__(f"{name}: expected {expected}, found {found!r}.")
 
 
+class TraceFileError(FsdpError, ValueError):
+    """A file that was to be read as a trace is none."""
+
+    def __init__(self, path: object, found: str, instead: str) -> None:
+        super().__init__(f"{path}: expected a Chrome trace of torch.profiler, found {found}. {instead}")
+
+
 class MutatedParameterError(FsdpError, RuntimeError):
     """Compiled code writes into a sharded parameter, and the write would be lost with the gathered copy."""
 

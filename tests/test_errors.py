@@ -24,6 +24,7 @@ EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
     errors.UnitPatternError: ("blocks.*", [f"layers.{i}" for i in range(20)]),
     errors.UnknownOptionError: ("prefech", ["verify", "prefetch"]),
     errors.OptionValueError: ("prefetch", 0, "an integer of at least 1"),
+    errors.TraceFileError: ("rank0.json", "an empty file", "Record it again."),
     errors.MutatedParameterError: ("layers.0.weight",),
     errors.ScheduleError: ("forward graph of units root", ["all_gather 0 (unit 0): is started but never awaited", "b"]),
     errors.UseBeforeWaitError: ("aten.mm", "all_gather", "layers.0", "  model.py:3"),
@@ -91,6 +92,8 @@ units: expected every pattern to match a module, found no match for 'blocks.*'. 
 prefech: expected one of the options prefetch, verify, found 'prefech'. Did you mean 'prefetch'?
 [OptionValueError]
 prefetch: expected an integer of at least 1, found 0.
+[TraceFileError]
+rank0.json: expected a Chrome trace of torch.profiler, found an empty file. Record it again.
 [MutatedParameterError]
 layers.0.weight: expected compiled code only to read this parameter, found that it is modified in place. The change
         would be lost when the gathered weight is released. Modify parameters outside the compiled function, as an

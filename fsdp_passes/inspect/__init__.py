@@ -1,0 +1,1 @@
+"""Looking at what the compiler did: reports, and pages to read them in."""
