@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 import triton.language as tl
+
 from bench.emulated.kernel import ALL_GATHER, REDUCE_SCATTER, SCALE, emulated_collective
 
 WORLD, RANK, BLOCK = 4, 1, 64
@@ -32,14 +33,14 @@ def launch(kind: int, rows: list[tuple[int, int, int]], scale: float, dtype: tl.
 def main() -> None:
     parts = [torch.randn(256), torch.randn(48), torch.randn(1008)]  # more than, less than, and no multiple of a block
     wholes = [torch.zeros(part.numel() * WORLD) for part in parts]
-    rows = [(part.data_ptr(), whole.data_ptr(), part.numel()) for part, whole in zip(parts, wholes)]
+    rows = [(part.data_ptr(), whole.data_ptr(), part.numel()) for part, whole in zip(parts, wholes, strict=True)]
     launch(ALL_GATHER, rows, 1.0, tl.int32, True)
-    assert all(torch.equal(whole, part.repeat(WORLD)) for part, whole in zip(parts, wholes))
+    assert all(torch.equal(whole, part.repeat(WORLD)) for part, whole in zip(parts, wholes, strict=True))
 
     wholes = [torch.randn(part.numel() * WORLD) for part in parts]
-    rows = [(whole.data_ptr(), part.data_ptr(), part.numel()) for part, whole in zip(parts, wholes)]
+    rows = [(whole.data_ptr(), part.data_ptr(), part.numel()) for part, whole in zip(parts, wholes, strict=True)]
     launch(REDUCE_SCATTER, rows, float(WORLD), tl.float32, True)
-    assert all(torch.equal(part, whole.chunk(WORLD)[RANK] * WORLD) for part, whole in zip(parts, wholes))
+    assert all(torch.equal(part, whole.chunk(WORLD)[RANK] * WORLD) for part, whole in zip(parts, wholes, strict=True))
 
     odd = torch.randn(7 * WORLD).bfloat16()
     part = torch.zeros(7).bfloat16()

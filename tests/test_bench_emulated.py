@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp2
-from bench.emulated import EmulatedGroup, LinkModel, init_emulated_group
 from torch import nn
 
+from bench.emulated import EmulatedGroup, LinkModel, init_emulated_group
 from fsdp_passes import fully_shard, overlap_fsdp
 from fsdp_passes._torch_compat import all_gather_coalesced, reduce_scatter_coalesced
 from tests.models import Transformer, token_batches

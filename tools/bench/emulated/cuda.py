@@ -95,8 +95,8 @@ class CudaLink:
             dtypes = {source.dtype for source, _, _ in entries}
             if len(dtypes) != 1 or not dtypes <= _SCALED_DTYPES.keys():
                 raise NotImplementedError(
-                    f"Expected one floating-point dtype in an emulated sum, found {sorted(map(str, dtypes))}; reduce by "
-                    "AVG, or one dtype at a time."
+                    f"Expected one floating-point dtype in an emulated sum, found {sorted(map(str, dtypes))}; reduce "
+                    "by AVG, or one dtype at a time."
                 )
             dtype = _SCALED_DTYPES[dtypes.pop()]
             sizes = [numel for _, _, numel in entries]
