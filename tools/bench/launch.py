@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -62,6 +63,13 @@ def rank_environment(rank: int, world_size: int, address: str, port: int, local_
     }
 
 
+def _end_with_parent() -> None:
+    """In a new process: the kernel kills it when the tool itself is killed and cannot clean up (Linux)."""
+    if sys.platform.startswith("linux"):
+        pr_set_pdeathsig = 1  # linux/prctl.h
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 def _forward(stream: IO[str], prefix: str) -> None:
     for line in stream:
         print(f"{prefix}{line.rstrip()}", file=sys.stderr, flush=True)
@@ -88,6 +96,7 @@ def run_ranks(
                 stdout=output,
                 stderr=subprocess.STDOUT if output else None,
                 text=True,
+                preexec_fn=_end_with_parent,
                 start_new_session=True,  # a group of its own, which is ended with its children
             )
             processes.append(process)

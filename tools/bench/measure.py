@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.profile import StepProfile, profile_step
-from bench.statistics import Summary, check_losses, in_turn, slowest_rank, summarize
+from bench.statistics import LossMismatch, Summary, check_losses, in_turn, slowest_rank, summarize
 from bench.systems import ComputeAlone, Setting
 
 if TYPE_CHECKING:
@@ -70,8 +70,9 @@ def build_and_check(
 ) -> tuple[Measured | None, float | None]:
     """Build one system, compare its losses with those of "compute", warm it up, and look at memory and profile.
 
-    Returns it and the rate of the check, which "compute" chooses. None for a system that does not fit into the memory
-    of an emulated run; with real ranks the error goes on, since the other ranks wait in a collective.
+    Returns it and the rate of the check, which "compute" chooses. None for a system that fails in an emulated run (it
+    does not fit, or a release's own scheduler does not take the group): the tables name it. With real ranks the error
+    goes on, since the other ranks wait in a collective.
 
     Raises:
         LossMismatch: nothing of this shape may be reported.
@@ -98,10 +99,12 @@ def build_and_check(
         for _ in range(config.warmup):
             system.step(batch)
         synchronize(device)
-    except torch.OutOfMemoryError as error:
+    except LossMismatch:
+        raise
+    except Exception as error:
         if worker.emulated is None:
-            raise
-        worker.say(f"  OUT OF MEMORY, left out: {str(error).splitlines()[0]}")
+            raise  # the other ranks wait in a collective
+        worker.leave_out(setting, name, error)
         return None, lr
     measured = Measured(system, losses, build_s=time.monotonic() - begin_s)
     if is_gpu:

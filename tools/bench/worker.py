@@ -10,6 +10,7 @@ import gc
 import os
 import sys
 import time
+import traceback
 from typing import Any
 
 import torch
@@ -64,6 +65,15 @@ class Worker:
     def say(self, text: str) -> None:
         if self.is_first:
             say(text)
+
+    def leave_out(self, setting: Setting, system: str, error: Exception) -> None:
+        """Note that a system could not be measured, and why."""
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        self.say(f"  LEFT OUT, {type(error).__name__}: {line}")
+        if not isinstance(error, torch.OutOfMemoryError):
+            traceback.print_exc()
+        entry = {"shape": setting.shape.text(), "system": system, "error": f"{type(error).__name__}: {line}"}
+        self.json.document.setdefault("left_out", []).append(entry)
 
     def is_late(self) -> bool:
         return self.control.agreed(time.monotonic() - self.begin_s > self.config.time_limit_s)
@@ -121,8 +131,7 @@ class Worker:
             if measured is not None:
                 systems[system] = measured
             elif system == "compute":
-                self.json.document["results"].append({"shape": name, "error": "compute alone: out of memory"})
-                return
+                return  # nothing to compare with
         for gb_per_s in config.bandwidths_gb_per_s if self.emulated is not None else [None]:
             if self.emulated is not None and gb_per_s is not None:
                 self.emulated.model = self._model(gb_per_s)
