@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import statistics
 import time
@@ -68,7 +69,7 @@ def build_and_check(
     others: dict[str, Measured],
     lr: float | None,
 ) -> tuple[Measured | None, float | None]:
-    """Build one system, compare its losses with those of "compute", warm it up, and look at memory and profile.
+    """Build one system, compare its losses with those of "compute", warm it up, and look at its memory.
 
     Returns it and the rate of the check, which "compute" chooses. None for a system that fails in an emulated run (it
     does not fit, or a release's own scheduler does not take the group): the tables name it. With real ranks the error
@@ -116,12 +117,20 @@ def build_and_check(
         torch.cuda.synchronize()
         measured.peak_allocated_bytes = torch.cuda.max_memory_allocated() - before[0]
         measured.peak_reserved_bytes = torch.cuda.max_memory_reserved() - before[1]
-        if config.profile:
-            worker.control.barrier()
-            trace = f"{config.trace_folder}/{name}_rank{worker.control.rank}.json" if config.trace_folder else None
-            measured.profile = profile_step(lambda: system.step(batch), trace)
     worker.say(f"  built and warm after {measured.build_s:.1f} s")
     return measured, lr
+
+
+def profile_each(worker: Worker, systems: dict[str, Measured], batch: Batch, label: str) -> None:
+    """Profile one step of each system on every rank; `label` is part of the names of the traces that are kept."""
+    folder, rank = worker.config.trace_folder, worker.control.rank
+    for name, measured in systems.items():
+        measured.system.step(batch)
+        synchronize(worker.device)
+        worker.control.barrier()
+        trace = f"{folder}/{label}_{name}_rank{rank}.json" if folder else None
+        measured.profile = profile_step(functools.partial(measured.system.step, batch), trace)
+    worker.say("profiled")
 
 
 def time_in_turn(worker: Worker, systems: dict[str, Measured], batch: Batch) -> None:

@@ -113,6 +113,7 @@ def main(argv: list[str] | None = None) -> int:
                 for environment in environments:
                     environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", threads)
                     environment.setdefault("OMP_NUM_THREADS", "1")
+                    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # for `Control`; all ranks are on this host
                 return run_ranks([command] * args.ranks, environments, time_limit_s=patience_s)
         except SharedGpuError as error:
             print(f"tools/bench_one_gpu: {error}", file=sys.stderr)

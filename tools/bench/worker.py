@@ -21,7 +21,7 @@ from bench.calibrate import CalibrationError, calibrate
 from bench.config import Config
 from bench.control import Control
 from bench.emulated import EmulatedGroup, LinkModel, init_emulated_group
-from bench.measure import Measured, build_and_check, time_in_turn
+from bench.measure import Measured, build_and_check, profile_each, time_in_turn
 from bench.models import SHAPES
 from bench.report import JsonFile, environment, say
 from bench.results import results_table, rows_of
@@ -116,6 +116,7 @@ class Worker:
             for gb_per_s in config.bandwidths_gb_per_s:
                 self.emulated.model = self._model(gb_per_s)
                 calibration[gb_per_s] = calibrate(self.emulated, setting, self.say)
+            self.emulated.model = self._model(config.bandwidths_gb_per_s[0])
             self.json.document.setdefault("calibration", {})[name] = calibration
         else:
             names = list(config.systems)
@@ -135,6 +136,9 @@ class Worker:
         for gb_per_s in config.bandwidths_gb_per_s if self.emulated is not None else [None]:
             if self.emulated is not None and gb_per_s is not None:
                 self.emulated.model = self._model(gb_per_s)
+            if config.profile and config.device == "cuda":
+                label = name if gb_per_s is None else f"{name}_{gb_per_s:g}gb"
+                profile_each(self, systems, batch, label)
             time_in_turn(self, systems, batch)
             self._report(name, setting, systems, gb_per_s)
 
@@ -159,10 +163,13 @@ class Worker:
                 )
             print(f"\n### {self.config.title}: {setting.shape.text()}{link}\n", flush=True)
             print(results_table(rows, is_gpu=self.config.device == "cuda"), flush=True)
+            for entry in self.json.document.get("left_out", ()):
+                if entry["shape"] == setting.shape.text():
+                    print(f"\nLeft out: {SYSTEMS[entry['system']]} ({entry['error']})", flush=True)
 
 
-def main() -> int:
-    worker = Worker(Config.from_json(sys.argv[1]))
+def finish(worker: Worker) -> int:
+    """Measure everything and leave the groups; the status of the process."""
     num_failed = worker.run()
     worker.control.barrier()
     dist.destroy_process_group()
@@ -170,4 +177,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(finish(Worker(Config.from_json(sys.argv[1]))))
