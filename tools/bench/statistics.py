@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -36,6 +37,12 @@ def in_turn(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
             yield index, name
 
 
+def _largest_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+    """Relative to `expected`; infinite where anything is not finite, which a maximum would pass over."""
+    differences = [abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)]
+    return max(differences) if all(map(math.isfinite, differences)) else math.inf
+
+
 class LossMismatch(Exception):
     """Two systems that should compute the same loss do not."""
 
@@ -48,10 +55,7 @@ def check_losses(losses: Mapping[str, Sequence[float]], reference: str, toleranc
             that wrong gradients would not have been seen.
     """
     expected = losses[reference]
-    worst = {
-        name: max((abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)), default=0.0)
-        for name, found in losses.items()
-    }
+    worst = {name: _largest_difference(found, expected) for name, found in losses.items()}
     wrong = [f"{name}: {losses[name]} (off by {diff:.1e})" for name, diff in worst.items() if not diff <= tolerance]
     if wrong:
         raise LossMismatch(

@@ -35,7 +35,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class Worker:
     """What lives as long as the process: groups, control, the JSON document."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, group_exists: bool = False) -> None:
         self.config = config
         self.begin_s = time.monotonic()
         self.emulated: EmulatedGroup | None = None
@@ -48,7 +48,7 @@ class Worker:
             self.emulated = init_emulated_group(
                 self._model(config.bandwidths_gb_per_s[0]), config.device, num_sms=config.num_sms
             )
-        else:
+        elif not group_exists:
             dist.init_process_group(config.backend)
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
