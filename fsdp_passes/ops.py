@@ -24,8 +24,12 @@ REDUCE_GROUP_SUFFIX = ":reduce"
 
 
 def group_averages(group_name: str) -> bool:
-    """Whether the group's backend can average while it reduces. gloo cannot: the sum is scaled afterwards."""
-    return dist.get_backend(group_of(group_name.removesuffix(REDUCE_GROUP_SUFFIX))) == "nccl"
+    """Whether the group's backend can average while it reduces. gloo cannot: the sum is scaled afterwards.
+
+    A process group written in Python says so itself, with an attribute `averages`.
+    """
+    group = group_of(group_name.removesuffix(REDUCE_GROUP_SUFFIX))
+    return dist.get_backend(group) == "nccl" or bool(getattr(group, "averages", False))
 
 
 @torch.library.custom_op("fsdp_passes::unshard", mutates_args=())
