@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch.distributed.tensor import DTensor
 
@@ -28,8 +29,8 @@ from fsdp_passes._torch_compat import (
 )
 from fsdp_passes.context import ensure_reduce_group
 from fsdp_passes.debug import CheckedInterpreter, debug_flags
-from fsdp_passes.eager import release_on_demand
-from fsdp_passes.errors import NothingShardedWarning
+from fsdp_passes.errors import NothingShardedWarning, StaleParametersError
+from fsdp_passes.gathering import release_on_demand
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import FsdpParameter, fsdp_parameter_of
@@ -37,7 +38,6 @@ from fsdp_passes.passes.fence_reductions import fence_reductions
 from fsdp_passes.passes.find_parameter_uses import find_parameter_uses
 from fsdp_passes.passes.insert_unshard import insert_unshard
 from fsdp_passes.pipeline import (
-    CompilationRecord,
     LowerAndSchedule,
     SchedulerPassWithSources,
     TagJointGraph,
@@ -91,8 +91,10 @@ def overlap_fsdp(
     label_from = insert_unshard(gm, uses, reduce_group_suffix=suffix)
     units = {use.unit_index: use.param.unit for use in uses}
     record = start_record([units[index].display_name for index in sorted(units)], settings)
+    backends = tuple(sorted({dist.get_backend(unit.mesh.get_group()) for unit in units.values()}))
+    lower = LowerAndSchedule(settings, record, backends)
     positions = [use.position for use in uses]
-    inner = _compile_inner(gm, _local_inputs(example_inputs, positions, label_from), settings, inductor_options, record)
+    inner = _compile_inner(gm, _local_inputs(example_inputs, positions, label_from), settings, inductor_options, lower)
 
     def recompile(*args: Any) -> Any:
         # Dynamo traces its own graph again; its guards on this call's frame fail at the next call.
@@ -142,20 +144,19 @@ def _compile_inner(
     inputs: list[Any],
     settings: OverlapOptions,
     inductor_options: dict[str, Any],
-    record: CompilationRecord | None = None,
+    lower: LowerAndSchedule | None = None,
 ) -> Compiled:
     flags = debug_flags()
     if settings.inner != "inductor" or flags.eager:
-        lower = LowerAndSchedule(settings, record) if record is not None else None
         return _compile_aot(gm, inputs, lower, is_checked=settings.inner == "eager" or flags.eager)
-    if record is None:
+    if lower is None:
         plain: Any = compile_fx(gm, inputs, config_patches=inductor_options)
         return plain
     patches = {
         **inductor_schedulers_off(),
         **inductor_options,
         "joint_custom_post_pass": TagJointGraph(),
-        "post_grad_custom_post_pass": LowerAndSchedule(settings, record),
+        "post_grad_custom_post_pass": lower,
         "_pre_fusion_custom_pass": SchedulerPassWithSources(fence_reductions),
     }
     if is_deterministic(inductor_options):
@@ -167,7 +168,7 @@ def _compile_inner(
             "reorder_for_compute_comm_overlap": True,
             "reorder_for_compute_comm_overlap_passes": [pin_and_verify],
         }
-    return compile_fx_and_inspect(gm, inputs, patches, functools.partial(verify_generated_code, record))
+    return compile_fx_and_inspect(gm, inputs, patches, functools.partial(verify_generated_code, lower.record))
 
 
 def _compile_aot(
@@ -216,12 +217,16 @@ class _HandOutShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, params: list[FsdpParameter], *sharded: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.params = params
+        ctx.versions = [param._version for param in sharded]
         # Fresh aliases: autograd writes its history into the tensors that a Function returns.
         return tuple(param.shard().detach() for param in params)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         results: list[DTensor | None] = []
+        for param, version in zip(ctx.params, ctx.versions, strict=True):
+            if param.sharded_param._version != version:  # the backward has gathered what was written
+                raise StaleParametersError(param.unit.display_name)
         for param, grad in zip(ctx.params, grads, strict=True):
             if grad is None:
                 results.append(None)

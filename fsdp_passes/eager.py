@@ -19,8 +19,6 @@ import torch
 from torch import nn
 
 from fsdp_passes._torch_compat import (
-    all_gather_coalesced,
-    call_after_backward,
     is_in_backward,
     is_in_compiled_region,
     is_tracing_higher_order_op,
@@ -28,16 +26,19 @@ from fsdp_passes._torch_compat import (
     tree_leaves,
     tree_map_only,
 )
-from fsdp_passes.context import DelayedRelease, FsdpContext, Phase
-from fsdp_passes.debug import debug_flags, poison
-from fsdp_passes.gather_ops import drop_started
-from fsdp_passes.lookahead import Entry
-from fsdp_passes.parameter import FsdpParameter
-from fsdp_passes.reduction import reduce_gradients
+from fsdp_passes.context import Phase
+from fsdp_passes.eager_backward import pre_backward, unit_has_input_gradients, watch_gradient
+from fsdp_passes.gathering import (
+    finish_gather,
+    release,
+    release_kept,
+    start_ahead,
+    start_gather,
+    undo_interrupted,
+)
+from fsdp_passes.parameter import fsdp_parameter_of
 from fsdp_passes.regions import (
-    BACKWARD_COMPUTE,
     FORWARD_COMPUTE,
-    close_regions_above,
     pop_region,
     push_region,
     region_name,
@@ -49,93 +50,6 @@ def install_hooks(module: nn.Module) -> None:
     """Let the unit of `module` gather and release around its forward and backward."""
     module.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(_post_forward, always_call=True)
-
-
-# ---- gather and release ----------------------------------------------------------------------------------------------
-
-
-def start_gather(unit: FsdpUnit) -> None:
-    """Start the unit's all-gather, unless its current values are gathered or on their way."""
-    versions = [param.values_version for param in unit.params]
-    if not unit.params or unit.gathered_versions == versions:
-        return
-    finish_gather(unit)  # an older gather may still write into the same storage
-    context, device = unit.context, unit.params[0].shard().device
-    # At most the unit that computes and the one that is gathered now are whole.
-    context.drain_delayed_releases(0)
-    stream = context.communication_stream(device)
-    if stream is not None and not is_in_backward():
-        # The optimizer wrote the shards on the compute stream; a gather that did not wait would send old values. In
-        # the backward nothing writes them, and waiting would put the gather behind the compute that should hide it.
-        stream.wait_event(context.weights_ready_event(device))
-    works = []
-    push_region(region_name(unit.display_name, "all_gather"))
-    with context.on_communication_stream(device):
-        for params in _by_dtype(unit.params):
-            inputs = [param.shard().to(param.param_dtype) for param in params]
-            outputs = [param.gather_buffer() for param in params]
-            works.append(all_gather_coalesced(outputs, inputs, unit.mesh.get_group()))
-        if stream is not None:
-            for work in works:
-                work.wait()  # the communication stream waits, not the host: NCCL runs on a stream of its own
-    pop_region()
-    done = stream.record_event() if stream is not None else None
-
-    def wait() -> None:
-        if done is None:
-            for work in works:
-                work.wait()
-        else:
-            # Without it the compute stream would read weights that have not arrived.
-            torch.cuda.current_stream(device).wait_event(done)
-
-    unit.pending_gather = wait
-    unit.gathered_versions = versions
-
-
-def finish_gather(unit: FsdpUnit) -> None:
-    """Wait for the unit's all-gather if one is on its way."""
-    if unit.pending_gather is not None:
-        unit.pending_gather()
-        unit.pending_gather = None
-
-
-def release_kept(context: FsdpContext) -> None:
-    """Before a new forward, release what an earlier one kept gathered and no backward released.
-
-    Somebody may have written the parameters since, also through `.data`, which no version counter sees.
-    """
-    for unit in context.units:
-        if not unit.is_held:
-            release(unit)
-    context.drain_delayed_releases(0)
-
-
-def release(unit: FsdpUnit) -> None:
-    """Queue the release of the unit's gathered storage behind everything that was queued on the compute stream."""
-    if unit.gathered_versions is None:
-        return
-    finish_gather(unit)
-    unit.gathered_versions = None
-    params, context = list(unit.params), unit.context
-
-    def drop() -> None:
-        for param in params:
-            if debug_flags().nan:
-                with context.on_communication_stream(param.placeholder.device):  # in order with the next gather
-                    poison(param.gather_buffer())  # keeps the storage: a late read gives NaN instead of a crash
-            else:
-                param.release()
-
-    event = context.record_compute(params[0].placeholder.device)
-    context.delayed_releases.append(DelayedRelease(event, drop))
-
-
-def _by_dtype(params: list[FsdpParameter]) -> list[list[FsdpParameter]]:
-    groups: dict[torch.dtype, list[FsdpParameter]] = {}
-    for param in params:
-        groups.setdefault(param.param_dtype, []).append(param)
-    return list(groups.values())
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
@@ -152,6 +66,7 @@ def _pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         unit.may_run_eagerly = True
     else:
         _gather_for_forward(unit)
+        _watch_inputs(unit, (args, kwargs))
     dtype = unit.mp_policy.param_dtype
     if dtype is None or not unit.mp_policy.cast_forward_inputs:
         return None
@@ -170,7 +85,7 @@ def _gather_for_forward(unit: FsdpUnit) -> None:
     for param in unit.params:
         param.sync_requires_grad()  # frozen or unfrozen since the last forward
     if unit.is_root and context.phases:
-        _undo_interrupted(context)
+        undo_interrupted(context)
     if not context.is_in_forward():
         release_kept(context)
         context.begin_forward()
@@ -179,45 +94,25 @@ def _gather_for_forward(unit: FsdpUnit) -> None:
         context.forward_order.append(unit)
     for owner in (unit, *unit.borrows_from):
         start_gather(owner)
-    _start_ahead(unit, unit.forward_prefetch, context.next_in_forward(unit), is_backward=False)
+        owner.forward_versions = owner.gathered_versions
+    start_ahead(unit, unit.forward_prefetch, context.next_in_forward(unit), is_backward=False)
     for owner in (unit, *unit.borrows_from):
         finish_gather(owner)
         for param in owner.params:
-            _watch_gradient(param)
+            watch_gradient(param)
     push_region(region_name(unit.display_name, FORWARD_COMPUTE))
 
 
-def _start_ahead(unit: FsdpUnit, chosen: list[FsdpUnit] | None, expected: list[FsdpUnit], *, is_backward: bool) -> None:
-    """Start the gathers that `unit` computes in front of: the user's choice, or else a compiled graph if one came next
-    the last time, or else the eager unit that is expected."""
-    lookahead = unit.context.lookahead
-    entry = Entry(unit, False, is_backward, is_backward, is_backward or torch.is_grad_enabled())
-    lookahead.enter(entry, functools.partial(start_gather, unit))
-    following = lookahead.next_entry()
-    if chosen is None and following is not None and following.is_graph:
-        lookahead.start_next()
+@torch.compiler.disable
+def _watch_inputs(unit: FsdpUnit, inputs: Any) -> None:
+    """Learn when the backward of a unit with frozen parameters is over: the last reader of a frozen parameter makes no
+    gradient for it, and one of the inputs' comes last."""
+    if is_in_backward() or not torch.is_grad_enabled() or all(p.placeholder.requires_grad for p in unit.params):
         return
-    for other in expected if chosen is None else chosen:
-        start_gather(other)
-
-
-def _undo_interrupted(context: FsdpContext) -> None:
-    """A forward or backward that an exception left half-way: release what it gathered, forget what it queued.
-
-    Its gradients are incomplete on this rank and would be added to the next step's.
-    """
-    if context.is_in_forward() or context.is_backward_callback_queued:
-        context.forget_reductions()
-        context.lookahead.interrupt()
-        drop_started(context)
-        close_regions_above(0)
-        for unit in context.units:
-            unit.is_in_compiled_forward = unit.may_run_eagerly = False
-            for param in unit.params:
-                param.placeholder.grad = None
-            release(unit)
-        context.drain_delayed_releases(0)
-    context.phases.clear()
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if tensors:
+        hook = functools.partial(unit_has_input_gradients, unit)
+        torch.autograd.graph.register_multi_grad_hook(tensors, lambda grads: hook(), mode="all")
 
 
 @never_compile_alone
@@ -228,9 +123,13 @@ def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if dtype is not None:
         output = _cast(output, dtype)
     if torch.compiler.is_compiling():
+        # A parameter itself would not become an output of the graph: the compiler would hand out the empty placeholder.
+        output = tree_map_only(nn.Parameter, lambda param: param.view_as(param), output)
         if not is_tracing_higher_order_op():
             unit.is_in_compiled_forward = False
-    elif unit.may_run_eagerly:
+        return output
+    output = tree_map_only(nn.Parameter, _copy_of_gathered, output)
+    if unit.may_run_eagerly:
         unit.may_run_eagerly = False  # all of it was compiled
     elif not is_in_backward():
         _end_forward(unit, output)
@@ -238,18 +137,29 @@ def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 @torch.compiler.disable
+def _copy_of_gathered(tensor: nn.Parameter) -> torch.Tensor:
+    """What a forward may return in place of a parameter: the parameter's own memory is released before it is read."""
+    param = fsdp_parameter_of(tensor)
+    if param is None:
+        return tensor
+    if not param.unit.is_unsharded:
+        _gather_on_demand(param.unit)
+    return tensor.clone()
+
+
+@torch.compiler.disable
 def _end_forward(unit: FsdpUnit, output: Any) -> None:
     context = unit.context
     if output is None and sys.exc_info()[0] is not None:  # the forward raised; torch calls the hook all the same
         if unit.is_root:
-            _undo_interrupted(context)
+            undo_interrupted(context)
         return
     pop_region()
     context.enter(unit, Phase.RESTING)
     leaves = tree_leaves(output)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if tensors:
-        hook = functools.partial(_pre_backward, unit)
+        hook = functools.partial(pre_backward, unit)
         torch.autograd.graph.register_multi_grad_hook(tensors, lambda grad: hook(), mode="any")
     # An output that hides its tensors in an object of unknown type cannot announce the backward: stay gathered.
     hides_tensors = torch.is_grad_enabled() and any(not _is_plain(leaf) for leaf in leaves)
@@ -295,88 +205,9 @@ def _gather_on_demand(unit: FsdpUnit) -> None:
         for param in unit.params:
             param.sync_requires_grad()
     start_gather(unit)
-    _start_ahead(unit, None, [], is_backward=False)
+    start_ahead(unit, None, [], is_backward=False)
     finish_gather(unit)
     for param in unit.params:
-        _watch_gradient(param)
+        watch_gradient(param)
     if unit not in unit.context.on_demand:
         unit.context.on_demand.append(unit)
-
-
-def release_on_demand(context: FsdpContext) -> None:
-    """Release what `gather_on_demand` gathered, when no backward will."""
-    if context.on_demand and not torch.is_grad_enabled():
-        for unit in context.on_demand:
-            release(unit)
-        context.on_demand.clear()
-        context.drain_delayed_releases(0)
-
-
-# ---- backward --------------------------------------------------------------------------------------------------------
-
-
-def _pre_backward(unit: FsdpUnit) -> None:
-    context = unit.context
-    _queue_end_of_backward(context)
-    if context.phase(unit) is Phase.BACKWARD:
-        return
-    context.enter(unit, Phase.BACKWARD)
-    unit.ready_grads.clear()
-    for owner in (unit, *unit.borrows_from):
-        start_gather(owner)
-    _start_ahead(unit, unit.backward_prefetch, context.next_in_backward(unit), is_backward=True)
-    # Behind the all-gather: somebody waits for that soon, and on one stream it would queue behind the reductions.
-    context.drain_delayed_reductions(0)
-    # One reduction may stay on the wire while this unit computes; older ones have had a whole unit's time.
-    context.finish_reductions(1)
-    for owner in (unit, *unit.borrows_from):
-        finish_gather(owner)
-    context.switch_backward_region(region_name(unit.display_name, BACKWARD_COMPUTE))
-
-
-def _queue_end_of_backward(context: FsdpContext) -> None:
-    if not context.is_backward_callback_queued:
-        context.is_backward_callback_queued = True
-        call_after_backward(functools.partial(_end_backward, context))
-
-
-def _watch_gradient(param: FsdpParameter) -> None:
-    """Learn when the parameter's gradient is complete. Registered once for each placeholder."""
-    if not getattr(param.placeholder, "_fsdp_is_watched", False) and param.placeholder.requires_grad:
-        param.placeholder._fsdp_is_watched = True  # type: ignore[attr-defined]
-        param.placeholder.register_post_accumulate_grad_hook(lambda _: _gradient_is_ready(param))
-
-
-def _gradient_is_ready(param: FsdpParameter) -> None:
-    unit = param.unit
-    _queue_end_of_backward(unit.context)
-    unit.ready_grads.add(param)
-    trainable = [other for other in unit.params if other.placeholder.requires_grad]
-    if len(unit.ready_grads) < len(trainable):
-        return
-    reduce_gradients(unit, trainable)
-    unit.ready_grads.clear()
-    # A frozen parameter's last reader announces nothing: such a unit stays gathered until the backward has ended.
-    if len(trainable) == len(unit.params):
-        release(unit)
-        unit.context.finished_backward.append(unit)
-        unit.context.enter(unit, Phase.RESTING)
-
-
-def _end_backward(context: FsdpContext) -> None:
-    """Finish what the hooks could not: units with unused or frozen parameters, the last reductions and releases."""
-    context.is_backward_callback_queued = False
-    context.switch_backward_region(None)
-    for unit in context.units:
-        with_grads = [param for param in unit.params if param.placeholder.grad is not None]
-        if with_grads:
-            reduce_gradients(unit, with_grads)
-        unit.ready_grads.clear()
-        release(unit)
-    drop_started(context)
-    context.phases.clear()
-    context.on_demand.clear()
-    context.finished_backward.clear()
-    context.drain_delayed_reductions(0)
-    context.finish_reductions(0)
-    context.drain_delayed_releases(0)

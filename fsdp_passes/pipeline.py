@@ -130,12 +130,14 @@ class TagJointGraph(CustomGraphPass):
 class LowerAndSchedule(CustomGraphPass):
     """Everything that happens to a forward or backward graph, as Inductor's last post-grad pass."""
 
-    def __init__(self, options: OverlapOptions, record: CompilationRecord) -> None:
+    def __init__(self, options: OverlapOptions, record: CompilationRecord, backends: tuple[str, ...] = ()) -> None:
         self.options = options
         self.record = record
+        # Of the process groups: whether one can average decides what the graph computes behind a reduction.
+        self.backends = backends
 
     def uuid(self) -> Any:
-        return (_sources_hash(), self.options.fingerprint(), torch.__version__)
+        return (_sources_hash(), self.options.fingerprint(), torch.__version__, self.backends)
 
     def __call__(self, graph: fx.Graph) -> None:
         nodes = [*graph.find_nodes(op="call_function", target=UNSHARD)]

@@ -43,13 +43,17 @@ class FsdpUnit:
     name: str = ""
     is_root: bool = True
     # What the eager fallback knows of the unit. The versions of the shards that were gathered (None: not gathered): an
-    # optimizer's step changes them, and the gathered values are then old. The wait of a gather on its way. The
-    # parameters whose gradients are complete in this backward. The units to gather ahead, None for the order seen
-    # before. Whether a compiled forward of the unit has begun and not ended: eager code that runs meanwhile runs behind
-    # a graph break.
+    # optimizer's step changes them, and the gathered values are then old; and those of the last forward. The wait of a
+    # gather on its way. The parameters whose gradients are complete in this backward, whether they are reduced, and
+    # whether the gradients of the unit's inputs are made. The units to gather ahead, None for the order seen before.
+    # Whether a compiled forward of the unit has begun and not ended: eager code that runs meanwhile runs behind a graph
+    # break.
     gathered_versions: list[tuple[int, ...]] | None = None
+    forward_versions: list[tuple[int, ...]] | None = None
     pending_gather: Callable[[], None] | None = None
     ready_grads: set[FsdpParameter] = dataclasses.field(default_factory=set)
+    are_grads_reduced: bool = False
+    has_input_grads: bool = False
     forward_prefetch: list[FsdpUnit] | None = None
     backward_prefetch: list[FsdpUnit] | None = None
     is_in_compiled_forward: bool = False

@@ -16,6 +16,11 @@ EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
     errors.AlreadyShardedError: ("Block",),
     errors.WrapOrderError: ("Linear", "weight", "layers.0"),
     errors.ForeignDTensorError: ("head.weight", "mesh (4,) as (Replicate(),)", "(2,)"),
+    errors.NoForwardError: ("layers (ModuleList)",),
+    errors.PhaseError: ("layers.0", "backward", "forward"),
+    errors.UnitInUseError: ("layers.0", "forward"),
+    errors.StaleParametersError: ("layers.0",),
+    errors.DeviceError: ("layers.0", "cuda:0", "cpu"),
     errors.MeshError: ("one with 2 dimensions, ('replicate', 'shard')",),
     errors.UnsupportedArgumentError: ("reshard_after_forward", 2, "Use True, False or None."),
     errors.UnsupportedParameterError: ("scale", "a scalar", "Give it the shape (1,)."),
@@ -70,6 +75,21 @@ Linear: expected children to be sharded before their parents, found that the uni
 [ForeignDTensorError]
 head.weight: expected a plain tensor to shard on mesh (2,), found a DTensor on mesh (4,) as (Replicate(),). Shard
         each parameter with one library only; to leave this one as it is, pass it in ignored_params.
+[NoForwardError]
+layers (ModuleList): expected a module with a forward of its own, found a container, whose hooks never run. Shard
+        its children (units=['<path>.*']), or the module that holds it.
+[PhaseError]
+unit 'layers.0': expected a phase that can follow 'backward', found 'forward'. A forward or backward of this unit
+        began while another was running, for instance on another thread.
+[UnitInUseError]
+unit 'layers.0': expected reshard() outside of its forward and backward, found its forward running. Its parameters
+        are still read. Call reshard() behind it.
+[StaleParametersError]
+unit 'layers.0': expected the parameters of the forward, found that they were written since (an optimizer's step
+        between forward and backward?). Gradients would be wrong. Run the backward before it.
+[DeviceError]
+unit 'layers.0': expected its parameters on cuda:0, as those of the units that ran before, found them on cpu. All
+        units under one root share a communication stream: move the model as a whole.
 [MeshError]
 mesh: expected a DeviceMesh with one dimension, found one with 2 dimensions, ('replicate', 'shard'). Take one
         dimension of it, for example mesh['shard'].
