@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+
 from bench.calibrate import TOLERANCE, time_us
 from bench.emulated import EmulatedGroup, LinkModel, init_emulated_group
-
 from fsdp_passes._torch_compat import all_gather_coalesced, reduce_scatter_coalesced
 
 pytestmark = pytest.mark.gpu

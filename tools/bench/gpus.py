@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     if "LOCAL_RANK" not in os.environ:
         print("tools/bench_gpus: start it with torchrun --nproc-per-node N tools/bench_gpus", file=sys.stderr)
         return 2
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # for `Control`; all ranks are on this host
     from bench.worker import Worker, finish  # imports torch
 
     world_size = int(os.environ["WORLD_SIZE"])

@@ -125,6 +125,8 @@ def build_and_check(
 def profile_each(worker: Worker, systems: dict[str, Measured], batch: Batch, label: str) -> None:
     """Profile one step of each system on every rank; `label` is part of the names of the traces that are kept."""
     folder, rank = worker.config.trace_folder, worker.control.rank
+    # The first profile of a process also starts the profiler's own machinery, which would show as idle time.
+    profile_step(functools.partial(next(iter(systems.values())).system.step, batch))
     for name, measured in systems.items():
         measured.system.step(batch)
         synchronize(worker.device)

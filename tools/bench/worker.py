@@ -133,7 +133,8 @@ class Worker:
             measured, lr = build_and_check(self, BUILDERS[system], setting, system, batch, systems, lr)
             if measured is not None:
                 systems[system] = measured
-        for gb_per_s in config.bandwidths_gb_per_s if self.emulated is not None else [None]:
+        bandwidths: list[float | None] = [*config.bandwidths_gb_per_s] if self.emulated is not None else [None]
+        for gb_per_s in bandwidths:
             if self.emulated is not None and gb_per_s is not None:
                 self.emulated.model = self._model(gb_per_s)
             if config.profile and config.device == "cuda":
