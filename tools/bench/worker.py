@@ -41,6 +41,8 @@ class Worker:
         self.emulated: EmulatedGroup | None = None
         is_emulated = config.backend == "emulated"
         if config.device == "cuda":
+            if not torch.cuda.is_available():
+                sys.exit("Expected a CUDA device, found none. Run this on a GPU machine, with a torch built for CUDA.")
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         else:
             torch.set_num_threads(1)
