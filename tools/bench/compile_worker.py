@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ def main() -> None:
     loss.backward()
     synchronize(device)
     compile_s = time.perf_counter() - begin_s
-    result = {
+    result: dict[str, Any] = {
         "compile_s": compile_s,
         "start_up_s": start_up_s,
         "cache_hits": counters["inductor"]["fxgraph_cache_hit"],

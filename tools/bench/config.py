@@ -54,7 +54,7 @@ class Config:
     trace_folder: str = ""
     sizes_mb: list[float] = dataclasses.field(default_factory=list)
     output: str = ""
-    time_limit_s: float = 540.0
+    time_limit_s: float = 480.0
     title: str = ""
 
     def to_json(self) -> str:

@@ -32,7 +32,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--reduce-dtype", choices=("bf16", "fp32"), default="bf16", help="of the gradients' reduction")
     parser.add_argument("--no-profile", action="store_true", help="leave out the profiler's columns")
     parser.add_argument("--traces", default="", metavar="FOLDER", help="leave the profiles' Chrome traces there")
-    parser.add_argument("--time-limit-s", type=float, default=520.0, help="report what is there then (default: 520)")
+    parser.add_argument("--time-limit-s", type=float, default=480.0, help="report what is there then (default: 480)")
     parser.add_argument("--json", default="results/gpus.json", help="where to write the results")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu (gloo) only tries the tool")
     args = parser.parse_args(argv)
@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     if "LOCAL_RANK" not in os.environ:
         print("tools/bench_gpus: start it with torchrun --nproc-per-node N tools/bench_gpus", file=sys.stderr)
         return 2
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # for `Control`; all ranks are on this host
     from bench.worker import Worker, finish  # imports torch
 
     world_size = int(os.environ["WORLD_SIZE"])

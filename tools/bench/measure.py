@@ -71,12 +71,12 @@ def build_and_check(
 ) -> tuple[Measured | None, float | None]:
     """Build one system, compare its losses with those of "compute", warm it up, and look at its memory.
 
-    Returns it and the rate of the check, which "compute" chooses. None for a system that fails in an emulated run (it
-    does not fit, or a release's own scheduler does not take the group): the tables name it. With real ranks the error
-    goes on, since the other ranks wait in a collective.
+    Returns it and the rate of the check, which "compute" chooses. None for a system whose losses are wrong, or that
+    fails in an emulated run (it does not fit, or a release's own scheduler does not take the group): the tables say so.
+    With real ranks any other error goes on, since the other ranks wait in a collective.
 
     Raises:
-        LossMismatch: nothing of this shape may be reported.
+        LossMismatch: the reference's own loss does not move, so that nothing was checked.
     """
     config, device = worker.config, setting.device
     is_gpu = device.type == "cuda"
@@ -100,11 +100,12 @@ def build_and_check(
         for _ in range(config.warmup):
             system.step(batch)
         synchronize(device)
-    except LossMismatch:
-        raise
     except Exception as error:
-        if worker.emulated is None:
-            raise  # the other ranks wait in a collective
+        # Every rank compares the same means and comes to the same answer; after another error the other ranks may wait
+        # in a collective.
+        is_on_every_rank = isinstance(error, LossMismatch) or worker.emulated is not None
+        if name == "compute" or not is_on_every_rank:
+            raise
         worker.leave_out(setting, name, error)
         return None, lr
     measured = Measured(system, losses, build_s=time.monotonic() - begin_s)
@@ -124,6 +125,8 @@ def build_and_check(
 def profile_each(worker: Worker, systems: dict[str, Measured], batch: Batch, label: str) -> None:
     """Profile one step of each system on every rank; `label` is part of the names of the traces that are kept."""
     folder, rank = worker.config.trace_folder, worker.control.rank
+    # The first profile of a process also starts the profiler's own machinery, which would show as idle time.
+    profile_step(functools.partial(next(iter(systems.values())).system.step, batch))
     for name, measured in systems.items():
         measured.system.step(batch)
         synchronize(worker.device)

@@ -179,5 +179,6 @@ SHAPES: dict[str, Shape] = {
     # Small enough for two CPU cores.
     "two_hosts": Shape("mlp", dim=768, layers=8, tokens=512, bf16=False),
     "tiny": Shape("mlp", dim=64, layers=3, tokens=32, bf16=False),
+    "tiny_bf16": Shape("mlp", dim=64, layers=3, tokens=256),
     "tiny_llama": Shape("llama", dim=64, layers=2, tokens=32, bf16=False, hidden=128, heads=4, kv_heads=2, vocab=128),
 }

@@ -40,7 +40,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--reduce-dtype", choices=("bf16", "fp32"), default="bf16", help="of the gradients' reduction")
     parser.add_argument("--no-profile", action="store_true", help="leave out the profiler's columns")
     parser.add_argument("--traces", default="", metavar="FOLDER", help="leave the profiles' Chrome traces there")
-    parser.add_argument("--time-limit-s", type=float, default=520.0, help="report what is there then (default: 520)")
+    parser.add_argument("--time-limit-s", type=float, default=480.0, help="report what is there then (default: 480)")
     parser.add_argument("--json", help="where to write the results (default: results/one_gpu_….json)")
     parser.add_argument("--nccl", metavar="LIBNCCL.so.2", help="--ranks: NCCL 2.30 or newer, when torch's own is older")
     parser.add_argument("--bandwidth", default="340,100,45", help="--emulate: GB/s of bus bandwidth (340,100,45)")

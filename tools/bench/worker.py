@@ -41,6 +41,8 @@ class Worker:
         self.emulated: EmulatedGroup | None = None
         is_emulated = config.backend == "emulated"
         if config.device == "cuda":
+            if not torch.cuda.is_available():
+                sys.exit("Expected a CUDA device, found none. Run this on a GPU machine, with a torch built for CUDA.")
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         else:
             torch.set_num_threads(1)
@@ -70,7 +72,7 @@ class Worker:
         """Note that a system could not be measured, and why."""
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         self.say(f"  LEFT OUT, {type(error).__name__}: {line}")
-        if not isinstance(error, torch.OutOfMemoryError):
+        if self.is_first and not isinstance(error, torch.OutOfMemoryError | LossMismatch):
             traceback.print_exc()
         entry = {"shape": setting.shape.text(), "system": system, "error": f"{type(error).__name__}: {line}"}
         self.json.document.setdefault("left_out", []).append(entry)
@@ -79,7 +81,7 @@ class Worker:
         return self.control.agreed(time.monotonic() - self.begin_s > self.config.time_limit_s)
 
     def run(self) -> int:
-        """Measure everything; the number of shapes that failed."""
+        """Measure everything; the number of shapes and systems without a result."""
         num_failed = 0
         if self.config.sizes_mb:
             from bench.bandwidth import measure_bandwidths
@@ -93,7 +95,9 @@ class Worker:
                 continue
             try:
                 self.measure_shape(name)
-            except (LossMismatch, CalibrationError) as error:
+            except (LossMismatch, CalibrationError, torch.OutOfMemoryError) as error:
+                if self.emulated is None and isinstance(error, torch.OutOfMemoryError):
+                    raise  # the other ranks wait in a collective
                 self.say(f"{name}: no times are reported. {error}")
                 self.json.document["results"].append({"shape": name, "error": str(error)})
                 num_failed += 1
@@ -102,7 +106,7 @@ class Worker:
             gc.collect()
             if self.config.device == "cuda":
                 torch.cuda.empty_cache()
-        return num_failed
+        return num_failed + len(self.json.document.get("left_out", ()))
 
     def measure_shape(self, name: str) -> None:
         shape, config = SHAPES[name], self.config
@@ -131,9 +135,8 @@ class Worker:
             measured, lr = build_and_check(self, BUILDERS[system], setting, system, batch, systems, lr)
             if measured is not None:
                 systems[system] = measured
-            elif system == "compute":
-                return  # nothing to compare with
-        for gb_per_s in config.bandwidths_gb_per_s if self.emulated is not None else [None]:
+        bandwidths: list[float | None] = [*config.bandwidths_gb_per_s] if self.emulated is not None else [None]
+        for gb_per_s in bandwidths:
             if self.emulated is not None and gb_per_s is not None:
                 self.emulated.model = self._model(gb_per_s)
             if config.profile and config.device == "cuda":
