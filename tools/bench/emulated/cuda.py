@@ -35,7 +35,7 @@ class CudaWork(dist.Work):
 
 
 class CudaLink:
-    """Carries collectives out one after another on one stream.
+    """Carries collectives out one after another, as one wire does.
 
     Attributes:
         overhead_us: what starting and ending a kernel adds to the time it is told to stay; set by calibration.
@@ -43,12 +43,17 @@ class CudaLink:
             Python part, whose `wait` would be lost with it.
     """
 
+    last: torch.cuda.Event | None = None
+
     def __init__(self, rank: int, world_size: int, num_sms: int) -> None:
         self.rank, self.world_size, self.num_sms = rank, world_size, num_sms
         self.overhead_us = 0.0
         self.works: dict[int, CudaWork] = {}
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.device)
+        # Kernels of one NCCL communicator run one after another, on whatever streams they were launched; and groups of
+        # the same ranks share one wire.
+        CudaLink.last = None
         self._tables: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def all_gather(self, pairs: list[tuple[Tensor, Tensor]], duration_us: float, is_async: bool) -> CudaWork:
@@ -76,8 +81,11 @@ class CudaLink:
             # The inputs are ready when everything that the caller has queued so far is done.
             stream.wait_event(current.record_event())
         if entries or duration_us > 0:
+            if CudaLink.last is not None:
+                stream.wait_event(CudaLink.last)
             with torch.cuda.stream(stream):
                 self.launch(kind, entries, scale, duration_us)
+            CudaLink.last = stream.record_event()
         for old in [key for key, work in self.works.items() if work.is_completed()] if len(self.works) > 256 else ():
             del self.works[old]
         buffers = [tensor for source, target, _ in entries for tensor in (source, target)]
