@@ -33,6 +33,9 @@ class Bucket:
         num_bytes: bytes of the gathered tensors, or of the gradients before reduction, padding included.
         dtype: dtype on the wire.
         reshard: whether the gathered tensors are dropped after the forward (all-gathers only).
+        run: counts the places at which the graph uses the unit, with another unit in between. Gathers of one run are
+            started together.
+        half: 1 for the second half of a run that is split because nothing can hide it, else 0.
     """
 
     kind: str
@@ -42,6 +45,13 @@ class Bucket:
     num_bytes: int
     dtype: torch.dtype
     reshard: bool = True
+    run: int = 0
+    half: int = 0
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Unit and run: what is scheduled as one."""
+        return self.unit, self.run
 
     @property
     def label(self) -> str:

@@ -80,12 +80,12 @@ class _Timeline:
                 self.reads.setdefault(bucket, []).append(index)
 
     def gathers_by_first_read(self) -> list[list[Bucket]]:
-        """The all-gathers of each unit, the units in the order in which they are first read."""
-        units: dict[int, list[Bucket]] = {}
+        """The all-gathers of each run of a unit, in the order in which they are first read."""
+        groups: dict[tuple[int, int], list[Bucket]] = {}
         for bucket in self.starts:
             if bucket.kind == ALL_GATHER and bucket in self.reads:
-                units.setdefault(bucket.unit, []).append(bucket)
-        return sorted(units.values(), key=lambda buckets: (self.first_read(buckets), self.waits[buckets[0]][0]))
+                groups.setdefault(bucket.group, []).append(bucket)
+        return sorted(groups.values(), key=lambda buckets: (self.first_read(buckets), self.waits[buckets[0]][0]))
 
     def first_read(self, buckets: list[Bucket]) -> int:
         return min(self.reads[bucket][0] for bucket in buckets)
@@ -118,11 +118,11 @@ def _check_waits(timeline: _Timeline) -> list[str]:
 
 
 def _check_once(timeline: _Timeline) -> list[str]:
-    """Invariant 5, for a graph: no unit has two collectives of one kind and dtype."""
+    """Invariant 5, for a graph: no part of a unit has two collectives of one kind and dtype."""
     problems = []
-    seen: dict[tuple[str, int, str], Bucket] = {}
+    seen: dict[tuple[object, ...], Bucket] = {}
     for bucket in timeline.starts:
-        key = (bucket.kind, bucket.unit, str(bucket.dtype))
+        key = (bucket.kind, bucket.group, bucket.half, str(bucket.dtype))
         if key in seen:
             problems.append(f"{bucket.label}: the unit already has {seen[key].label} in {bucket.dtype}")
         seen[key] = bucket

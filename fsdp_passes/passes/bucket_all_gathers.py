@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -10,11 +11,15 @@ from torch import fx
 from fsdp_passes.gather_ops import ALL_GATHER_OP
 from fsdp_passes.ops import UNSHARD, c10d
 from fsdp_passes.passes._graph import BucketBuilder, aten
-from fsdp_passes.schedule import ALL_GATHER, FINISH, START, WAIT, Bucket
+from fsdp_passes.passes._parts import Part, split_in_halves, split_runs
+from fsdp_passes.schedule import ALL_GATHER, FINISH, START, WAIT, Bucket, is_heavy
 
 
 def bucket_all_gathers(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
     """Replace the `unshard` nodes of a unit by one all-gather per dtype.
+
+    A unit that is used in two places with another unit in between has one for each place. What is read first in the
+    graph, so that nothing can hide it, is gathered in two halves.
 
     Before:  w0 = unshard(s0) ; mm(x, w0) ; w1 = unshard(s1) ; mm(y, w1)
     After:   ag = all_gather([s0, s1], dtype) ; w0 = wait(ag[0]) ; w1 = wait(ag[1]) ; mm(x, w0) ; mm(y, w1)
@@ -26,18 +31,19 @@ def bucket_all_gathers(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
 
     Does nothing without `unshard` nodes.   Ensures: one start per bucket, each result behind its own wait.
     """
-    groups: dict[tuple[int, torch.dtype, str], list[fx.Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=UNSHARD, sort=True):
+    unshards = graph.find_nodes(op="call_function", target=UNSHARD, sort=True)
+    parts = _parts(graph, unshards)
+    groups: dict[tuple[int, Part, torch.dtype, str], list[fx.Node]] = {}
+    for node in unshards:
         _, _, unit, _, _, group_name, _, param_dtype, _, _ = node.args
-        groups.setdefault((unit, param_dtype, group_name), []).append(node)
+        groups.setdefault((unit, parts[node], param_dtype, group_name), []).append(node)
     buckets: list[Bucket] = []
-    for (unit, dtype, group_name), nodes in groups.items():
-        world_size = nodes[0].args[4]
-        gathered_bytes = sum(
-            node.args[0].meta["val"].numel() * world_size * dtype.itemsize  # type: ignore[union-attr,operator]
-            for node in nodes
+    for (unit, part, dtype, group_name), nodes in groups.items():
+        gathered_bytes = sum(map(_gathered_bytes, nodes))
+        reshard = bool(nodes[0].args[9])
+        bucket = Bucket(
+            *(ALL_GATHER, len(buckets), unit, len(nodes), gathered_bytes, dtype, reshard), run=part.run, half=part.half
         )
-        bucket = Bucket(ALL_GATHER, len(buckets), unit, len(nodes), gathered_bytes, dtype, bool(nodes[0].args[9]))
         builder = BucketBuilder(graph, bucket, nodes[0])
         with graph.inserting_before(nodes[0]):
             lower = _gather_packed if bucket_mode == "packed" else _gather_coalesced
@@ -47,6 +53,27 @@ def bucket_all_gathers(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
             graph.erase_node(node)
         buckets.append(bucket)
     return buckets
+
+
+def _gathered_bytes(node: fx.Node) -> int:
+    shard, world_size, dtype = node.args[0], node.args[4], node.args[7]
+    return int(shard.meta["val"].numel() * world_size * dtype.itemsize)  # type: ignore[union-attr,operator]
+
+
+def _parts(graph: fx.Graph, unshards: Sequence[fx.Node]) -> dict[fx.Node, Part]:
+    """The runs of each unit; and in halves what is read before anything heavy has run, so that nothing hides it: the
+    unit's compute begins with the first half and hides the second."""
+    parts = split_runs(unshards, unit_of=lambda node: int(node.args[2]))  # type: ignore[arg-type]
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    first_heavy = min((position[node] for node in graph.nodes if is_heavy(node)), default=len(position))
+    runs: dict[tuple[object, Part], list[fx.Node]] = {}
+    for node in unshards:
+        runs.setdefault((node.args[2], parts[node]), []).append(node)
+    for (_, part), nodes in runs.items():
+        if position[nodes[0]] < first_heavy:
+            halves = split_in_halves(nodes, _gathered_bytes, small_end="first")
+            parts.update({node: Part(part.run, half) for node, half in halves.items()})
+    return parts
 
 
 def _start(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dtype, group_name: str, packed: bool) -> fx.Node:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from fsdp_passes.ops import REDUCE_GRAD, c10d, group_averages
 from fsdp_passes.passes._graph import BucketBuilder, aten
-from fsdp_passes.schedule import FINISH, PREPARE, REDUCE_SCATTER, START, WAIT, Bucket
+from fsdp_passes.passes._parts import Part, split_in_halves, split_runs
+from fsdp_passes.schedule import FINISH, PREPARE, REDUCE_SCATTER, START, WAIT, Bucket, is_heavy
 
 
 def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
     """Replace the `reduce_grad` nodes of a unit by one reduce-scatter per dtype, behind its last gradient.
+
+    A unit whose gradients are made in two places with another unit's in between has one for each place. What is made
+    last in the graph, so that nothing can hide it, is reduced in two halves.
 
     Before:  r1 = reduce_grad(g1) ; mm ; r0 = reduce_grad(g0)
     After:   mm ; rs = reduce_scatter([g1, g0]) ; r1 = scale(wait(rs[0])) ; r0 = scale(wait(rs[1]))
@@ -23,20 +28,21 @@ def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]
 
     Does nothing without `reduce_grad` nodes.
     """
-    groups: dict[tuple[int, torch.dtype, str], list[fx.Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD, sort=True):
+    reductions = graph.find_nodes(op="call_function", target=REDUCE_GRAD, sort=True)
+    parts = _parts(graph, reductions)
+    groups: dict[tuple[int, Part, torch.dtype, str], list[fx.Node]] = {}
+    for node in reductions:
         _, _, unit, _, group_name, reduce_dtype, _ = node.args
-        groups.setdefault((unit, reduce_dtype, group_name), []).append(node)
+        groups.setdefault((unit, parts[node], reduce_dtype, group_name), []).append(node)
     order = {node: index for index, node in enumerate(graph.nodes)}
     # Buckets are numbered in the order in which they can start.
     by_last_grad = sorted(groups.items(), key=lambda item: max(order[node] for node in item[1]))
     buckets: list[Bucket] = []
-    for (unit, dtype, group_name), nodes in by_last_grad:
-        wire_bytes = sum(
-            node.meta["val"].numel() * node.args[3] * dtype.itemsize  # type: ignore[operator]
-            for node in nodes
+    for (unit, part, dtype, group_name), nodes in by_last_grad:
+        wire_bytes = sum(map(_wire_bytes, nodes))
+        bucket = Bucket(
+            *(REDUCE_SCATTER, len(buckets), unit, len(nodes), wire_bytes, dtype), run=part.run, half=part.half
         )
-        bucket = Bucket(REDUCE_SCATTER, len(buckets), unit, len(nodes), wire_bytes, dtype)
         last = max(nodes, key=lambda node: order[node])
         builder = BucketBuilder(graph, bucket, last)
         with graph.inserting_before(last):
@@ -47,6 +53,26 @@ def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]
             graph.erase_node(node)
         buckets.append(bucket)
     return buckets
+
+
+def _wire_bytes(node: fx.Node) -> int:
+    return int(node.meta["val"].numel() * node.args[3] * node.args[5].itemsize)  # type: ignore[operator,union-attr]
+
+
+def _parts(graph: fx.Graph, reductions: Sequence[fx.Node]) -> dict[fx.Node, Part]:
+    """The runs of each unit; and in halves what is made when nothing heavy is left to run: the first half travels
+    while the gradients of the second are computed."""
+    parts = split_runs(reductions, unit_of=lambda node: int(node.args[2]))  # type: ignore[arg-type]
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    last_heavy = max((position[node] for node in graph.nodes if is_heavy(node)), default=-1)
+    runs: dict[tuple[object, Part], list[fx.Node]] = {}
+    for node in reductions:
+        runs.setdefault((node.args[2], parts[node]), []).append(node)
+    for (_, part), nodes in runs.items():
+        if position[nodes[-1]] > last_heavy:
+            halves = split_in_halves(nodes, _wire_bytes, small_end="last")
+            parts.update({node: Part(part.run, half) for node, half in halves.items()})
+    return parts
 
 
 def _reduce_coalesced(

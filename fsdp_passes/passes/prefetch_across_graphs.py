@@ -22,27 +22,27 @@ def prefetch_across_graphs(graph: fx.Graph, *, is_backward: bool) -> bool:
     starts = [node for node in graph.nodes if node.target is ALL_GATHER_OP and node.args[1] is not None]
     if not starts or any(node.target is ALL_GATHER_AHEAD_OP for node in graph.nodes):
         return False
-    first_unit = _unit_of(starts[0])
+    first_group = _group_of(starts[0])
     for node in starts:
-        if _unit_of(node) == first_unit:
+        if _group_of(node) == first_group:
             node.target = ALL_GATHER_AHEAD_OP
             node.args = (*node.args, is_backward)
     waits = [node for node in graph.nodes if _is_gather_wait(node)]
-    last_unit = _unit_of(waits[-1])
-    if last_unit == first_unit:  # as early as possible: there is no compute of another unit to hide it behind
-        place = [node for node in starts if _unit_of(node) == first_unit][-1].next
+    last_group = _group_of(waits[-1])
+    if last_group == first_group:  # as early as possible: there is no compute of another unit to hide it behind
+        place = [node for node in starts if _group_of(node) == first_group][-1].next
     else:
-        place = next(node for node in waits if _unit_of(node) == last_unit)
+        place = next(node for node in waits if _group_of(node) == last_group)
     with graph.inserting_before(place):
         marker = graph.call_function(START_NEXT_GRAPH, (starts[0].args[1],))
     marker.meta["val"] = None
     return True
 
 
-def _unit_of(node: fx.Node) -> int:
+def _group_of(node: fx.Node) -> tuple[int, int]:
     bucket = bucket_of(node)
     assert bucket is not None, f"{node.name} belongs to no collective"
-    return bucket.unit
+    return bucket.group
 
 
 def _is_gather_wait(node: fx.Node) -> bool:

@@ -24,7 +24,8 @@ def schedule_one_layer_ahead(graph: fx.Graph, *, prefetch: int) -> bool:
     After:   start(0) start(1) wait(0) compute(0) start(2) wait(1) compute(1) wait(2) compute(2)
 
     The units are taken in the order in which this graph first reads them, so that a backward graph, which reads them
-    in reverse, is scheduled by the same rule. With `prefetch` = k, start(i + k) lies before compute(i).
+    in reverse, is scheduled by the same rule. With `prefetch` = k, start(i + k) lies before compute(i). Each collective
+    is awaited before its own first read.
 
     A reduce-scatter starts as soon as its last gradient exists. When the next unit's boundary follows without a matrix
     product in between, the boundary's all-gather goes first: somebody waits for it soon, and on one communication
@@ -64,6 +65,9 @@ def _saved_values_early(compute: list[fx.Node]) -> list[fx.Node]:
     return order
 
 
+Group = tuple[int, int]  # unit and run
+
+
 class _Scheduler:
     def __init__(self, graph: fx.Graph, prefetch: int) -> None:
         self.graph = graph
@@ -88,27 +92,29 @@ class _Scheduler:
                 part.setdefault(bucket, []).append(node)
         self.starts, self.waits = starts, waits
         position = {node: index for index, node in enumerate(self.compute)}
-        self.boundaries = self._boundaries(position)
-        self.unit_order = [unit for units in self.boundaries.values() for unit in units]
+        self.first_read = self._first_reads(position)
+        self.boundaries: dict[int, list[Group]] = {}  # compute position -> what is first read there
+        self.group_order: list[Group] = []
+        for bucket, where in sorted(self.first_read.items(), key=lambda item: (item[1], item[0].index)):
+            if bucket.group not in self.group_order:
+                self.group_order.append(bucket.group)
+                self.boundaries.setdefault(where, []).append(bucket.group)
         self.ready = self._ready_reductions(position)
-        self.started_units = 0
+        self.num_started = 0
         self.awaiting: list[Bucket] = []  # reductions in flight, oldest first
 
-    def _boundaries(self, position: dict[fx.Node, int]) -> dict[int, list[int]]:
-        """Compute position -> units whose gathered parameters are first read there."""
-        first: dict[int, int] = {}
+    def _first_reads(self, position: dict[fx.Node, int]) -> dict[Bucket, int]:
+        """All-gather -> compute position at which its results are first read."""
+        first: dict[Bucket, int] = {}
         for node, buckets in gathered_reads(self.graph).items():
             for bucket in buckets:
                 if bucket.kind == ALL_GATHER:
-                    first[bucket.unit] = min(position[node], first.get(bucket.unit, position[node]))
-        # A unit that nothing but the output reads (its weight is returned, or saved) comes last.
+                    first[bucket] = min(position[node], first.get(bucket, position[node]))
+        # What nothing but the output reads (its weight is returned, or saved) comes last.
         for bucket in self.starts:
             if bucket.kind == ALL_GATHER:
-                first.setdefault(bucket.unit, len(self.compute))
-        boundaries: dict[int, list[int]] = {}
-        for unit, where in sorted(first.items(), key=lambda item: (item[1], item[0])):
-            boundaries.setdefault(where, []).append(unit)
-        return boundaries
+                first.setdefault(bucket, len(self.compute))
+        return first
 
     def _ready_reductions(self, position: dict[fx.Node, int]) -> dict[int, list[Bucket]]:
         """Compute position -> reductions whose last gradient is made there (-1: all are graph inputs)."""
@@ -128,17 +134,16 @@ class _Scheduler:
                 self.order.append(node)
 
     def _emit_gather_starts(self, up_to: int) -> None:
-        while self.started_units < min(up_to, len(self.unit_order)):
-            unit = self.unit_order[self.started_units]
-            for bucket, nodes in self.starts.items():
-                if bucket.kind == ALL_GATHER and bucket.unit == unit:
-                    self._emit(nodes)
-            self.started_units += 1
+        for group in self.group_order[self.num_started : up_to]:
+            for bucket in sorted(self.first_read, key=lambda bucket: (self.first_read[bucket], bucket.index)):
+                if bucket.group == group:
+                    self._emit(self.starts[bucket])
+        self.num_started = max(self.num_started, up_to)
 
-    def _emit_gather_waits(self, unit: int) -> None:
-        for bucket, nodes in self.waits.items():
-            if bucket.kind == ALL_GATHER and bucket.unit == unit:
-                self._emit(nodes)
+    def _emit_gather_waits(self, index: int) -> None:
+        for bucket, where in self.first_read.items():
+            if where == index:
+                self._emit(self.waits[bucket])
 
     def _emit_reductions(self, buckets: list[Bucket]) -> None:
         """Start reductions, then wait for those that were in flight before them."""
@@ -170,16 +175,17 @@ class _Scheduler:
         if not self.starts:
             return False
         self._emit(self.inputs)
-        self._emit_gather_starts(self.prefetch)
+        # Nothing computes yet: as many units as will be whole at once from then on.
+        self._emit_gather_starts(1 + self.prefetch)
         held = self.ready.get(-1, [])
         num_passed = 0
         for index in range(len(self.compute) + 1):
-            for unit in self.boundaries.get(index, ()):
+            for _ in self.boundaries.get(index, ()):
                 self._emit_gather_starts(num_passed + 1 + self.prefetch)
                 self._emit_reductions(held)
                 held = []
-                self._emit_gather_waits(unit)
                 num_passed += 1
+            self._emit_gather_waits(index)
             if index == len(self.compute):
                 break
             node = self.compute[index]

@@ -79,26 +79,35 @@ def assert_sends(
     reduced: dict[str, int] | None = None,
     regathered: Sequence[str] | None = None,
 ) -> None:
-    """One all-gather per unit and direction and one reduce-scatter, each with every parameter once.
+    """Each parameter in one all-gather per direction and in one reduce-scatter; all of a unit in the same one, but for
+    a root that is used at both ends.
 
     Args:
         record: what was compiled; each parameter of a unit in one dtype.
-        gathered: unit -> its parameters, all of them in one all-gather of the forward, in order of first use.
-        reduced: unit -> its trainable parameters, by default all; all of them in one reduce-scatter.
+        gathered: unit -> its parameters, in order of first use.
+        reduced: unit -> its trainable parameters, by default all.
         regathered: the units that the backward gathers again, by default all but the root. It gathers only those of
             their parameters that a gradient needs.
     """
     reduced = gathered if reduced is None else reduced
     regathered = [unit for unit in gathered if unit != "root"] if regathered is None else regathered
-    forward = [line.split() for line in collectives(record, "forward")]
-    backward = [line.split() for line in collectives(record, "backward")]
-    assert [(kind, unit, int(n)) for kind, unit, _, n in forward] == [("all_gather", *u) for u in gathered.items()]
-    again = {unit: int(n) for kind, unit, _, n in backward if kind == "all_gather"}
+    forward = _params_by_unit(collectives(record, "forward"))
+    backward = _params_by_unit(collectives(record, "backward"))
+    assert list(forward.items()) == [(("all_gather", unit), num) for unit, num in gathered.items()], forward
+    again = {unit: num for (kind, unit), num in backward.items() if kind == "all_gather"}
     assert sorted(again) == sorted(regathered), again
-    assert all(n <= gathered[unit] for unit, n in again.items()), again
-    found = sorted((unit, int(n)) for kind, unit, _, n in backward if kind == "reduce_scatter")
-    assert found == sorted(reduced.items()), found
-    assert len(backward) == len(regathered) + len(reduced), backward
+    assert all(num <= gathered[unit] for unit, num in again.items()), again
+    assert {unit: num for (kind, unit), num in backward.items() if kind == "reduce_scatter"} == reduced, backward
+
+
+def _params_by_unit(lines: list[str]) -> dict[tuple[str, str], int]:
+    """(kind, unit) -> its parameters, in order of the first collective; only a root has several collectives."""
+    found: dict[tuple[str, str], int] = {}
+    for line in lines:
+        kind, unit, _, num_params = line.split()
+        assert unit == "root" or (kind, unit) not in found, lines
+        found[kind, unit] = found.get((kind, unit), 0) + int(num_params)
+    return found
 
 
 def assert_fallback_sends(

@@ -41,51 +41,51 @@ def test_golden_backward() -> None:
         """\
 -reduce_grad: float32[2, 8] = reduce_grad(t_7, primals_11, 0, 8, '0', float32, float32)
 -reduce_grad_1: float32[1] = reduce_grad(getitem_13, primals_11, 0, 8, '0', float32, float32)
++constant_pad_nd_default: float32[16, 8] = aten.constant_pad_nd(t_7, [0, 0, 0, 6])
++reduce_scatter_0 = reduce_scatter_tensor_coalesced([constant_pad_nd_default, getitem_13], 'sum', 8, '0')
++getitem_29: float32[2, 8] = getitem(reduce_scatter_0, 0)
++getitem_30: float32[1] = getitem(reduce_scatter_0, 1)
++wait_tensor_default_6: float32[2, 8] = wait_tensor(getitem_29)
++wait_tensor_default_7: float32[1] = wait_tensor(getitem_30)
++mul_tensor: float32[2, 8] = aten.mul.Tensor(wait_tensor_default_6, 0.125)
++mul_tensor_1: float32[1] = aten.mul.Tensor(wait_tensor_default_7, 0.125)
 -reduce_grad_2: float32[1, 8] = reduce_grad(t_11, primals_14, 3, 8, '0', float32, float32)
 -reduce_grad_3: float32[1] = reduce_grad(getitem_16, primals_14, 3, 8, '0', float32, float32)
-+reduce_scatter_0 = reduce_scatter_tensor_coalesced([t_11, getitem_16], 'sum', 8, '0')
-+getitem_29: float32[1, 8] = getitem(reduce_scatter_0, 0)
-+getitem_30: float32[1] = getitem(reduce_scatter_0, 1)
-+wait_tensor_default_6: float32[1, 8] = wait_tensor(getitem_29)
-+wait_tensor_default_7: float32[1] = wait_tensor(getitem_30)
-+mul_tensor: float32[1, 8] = aten.mul.Tensor(wait_tensor_default_6, 0.125)
-+mul_tensor_1: float32[1] = aten.mul.Tensor(wait_tensor_default_7, 0.125)
--reduce_grad_4: float32[1, 8] = reduce_grad(t_15, primals_13, 2, 8, '0', float32, float32)
--reduce_grad_5: float32[1] = reduce_grad(getitem_19, primals_13, 2, 8, '0', float32, float32)
-+reduce_scatter_1 = reduce_scatter_tensor_coalesced([t_15, getitem_19], 'sum', 8, '0')
++reduce_scatter_1 = reduce_scatter_tensor_coalesced([t_11, getitem_16], 'sum', 8, '0')
 +getitem_31: float32[1, 8] = getitem(reduce_scatter_1, 0)
 +getitem_32: float32[1] = getitem(reduce_scatter_1, 1)
 +wait_tensor_default_8: float32[1, 8] = wait_tensor(getitem_31)
 +wait_tensor_default_9: float32[1] = wait_tensor(getitem_32)
 +mul_tensor_2: float32[1, 8] = aten.mul.Tensor(wait_tensor_default_8, 0.125)
 +mul_tensor_3: float32[1] = aten.mul.Tensor(wait_tensor_default_9, 0.125)
--reduce_grad_6: float32[1, 8] = reduce_grad(t_19, primals_12, 1, 8, '0', float32, float32)
--reduce_grad_7: float32[1] = reduce_grad(getitem_22, primals_12, 1, 8, '0', float32, float32)
-+reduce_scatter_2 = reduce_scatter_tensor_coalesced([t_19, getitem_22], 'sum', 8, '0')
+-reduce_grad_4: float32[1, 8] = reduce_grad(t_15, primals_13, 2, 8, '0', float32, float32)
+-reduce_grad_5: float32[1] = reduce_grad(getitem_19, primals_13, 2, 8, '0', float32, float32)
++reduce_scatter_2 = reduce_scatter_tensor_coalesced([t_15, getitem_19], 'sum', 8, '0')
 +getitem_33: float32[1, 8] = getitem(reduce_scatter_2, 0)
 +getitem_34: float32[1] = getitem(reduce_scatter_2, 1)
 +wait_tensor_default_10: float32[1, 8] = wait_tensor(getitem_33)
 +wait_tensor_default_11: float32[1] = wait_tensor(getitem_34)
 +mul_tensor_4: float32[1, 8] = aten.mul.Tensor(wait_tensor_default_10, 0.125)
 +mul_tensor_5: float32[1] = aten.mul.Tensor(wait_tensor_default_11, 0.125)
+-reduce_grad_6: float32[1, 8] = reduce_grad(t_19, primals_12, 1, 8, '0', float32, float32)
+-reduce_grad_7: float32[1] = reduce_grad(getitem_22, primals_12, 1, 8, '0', float32, float32)
++reduce_scatter_3 = reduce_scatter_tensor_coalesced([t_19, getitem_22], 'sum', 8, '0')
++getitem_35: float32[1, 8] = getitem(reduce_scatter_3, 0)
++getitem_36: float32[1] = getitem(reduce_scatter_3, 1)
++wait_tensor_default_12: float32[1, 8] = wait_tensor(getitem_35)
++wait_tensor_default_13: float32[1] = wait_tensor(getitem_36)
++mul_tensor_6: float32[1, 8] = aten.mul.Tensor(wait_tensor_default_12, 0.125)
++mul_tensor_7: float32[1] = aten.mul.Tensor(wait_tensor_default_13, 0.125)
 -reduce_grad_8: float32[2, 8] = reduce_grad(embedding_dense_backward, primals_11, 0, 8, '0', float32, float32)
 -return [None, reduce_grad_8, reduce_grad_7, reduce_grad_6, reduce_grad_5, reduce_grad_4, reduce_grad_3,
         reduce_grad_2, reduce_grad_1, reduce_grad, None, None, None, None]
-+constant_pad_nd_default: float32[16, 8] = aten.constant_pad_nd(t_7, [0, 0, 0, 6])
 +constant_pad_nd_default_1: float32[16, 8] = aten.constant_pad_nd(embedding_dense_backward, [0, 0, 0, 6])
-+reduce_scatter_3 = reduce_scatter_tensor_coalesced([constant_pad_nd_default, getitem_13,
-        constant_pad_nd_default_1], 'sum', 8, '0')
-+getitem_35: float32[2, 8] = getitem(reduce_scatter_3, 0)
-+getitem_36: float32[1] = getitem(reduce_scatter_3, 1)
-+getitem_37: float32[2, 8] = getitem(reduce_scatter_3, 2)
-+wait_tensor_default_12: float32[2, 8] = wait_tensor(getitem_35)
-+wait_tensor_default_13: float32[1] = wait_tensor(getitem_36)
++reduce_scatter_4 = reduce_scatter_tensor_coalesced([constant_pad_nd_default_1], 'sum', 8, '0')
++getitem_37: float32[2, 8] = getitem(reduce_scatter_4, 0)
 +wait_tensor_default_14: float32[2, 8] = wait_tensor(getitem_37)
-+mul_tensor_6: float32[2, 8] = aten.mul.Tensor(wait_tensor_default_12, 0.125)
-+mul_tensor_7: float32[1] = aten.mul.Tensor(wait_tensor_default_13, 0.125)
 +mul_tensor_8: float32[2, 8] = aten.mul.Tensor(wait_tensor_default_14, 0.125)
-+return [None, mul_tensor_8, mul_tensor_5, mul_tensor_4, mul_tensor_3, mul_tensor_2, mul_tensor_1, mul_tensor,
-        mul_tensor_7, mul_tensor_6, None, None, None, None]""",
++return [None, mul_tensor_8, mul_tensor_7, mul_tensor_6, mul_tensor_5, mul_tensor_4, mul_tensor_3, mul_tensor_2,
+        mul_tensor_1, mul_tensor, None, None, None, None]""",
     )
 
 
@@ -195,7 +195,7 @@ def test_gradients_that_are_not_contiguous_are_copied_first(bucket_mode: str) ->
 
 @pytest.mark.parametrize("bucket_mode", ["coalesced", "packed"])
 @pytest.mark.usefixtures("eight_fake_ranks")
-def test_units_are_reduced_separately_and_numbered_by_their_last_gradient(bucket_mode: str) -> None:
+def test_units_are_reduced_separately_each_run_behind_its_last_gradient(bucket_mode: str) -> None:
     def function(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         late = reduce_grad(x.t() @ y, 0)
         early = reduce_grad(y.t() @ y, 1)
@@ -203,10 +203,12 @@ def test_units_are_reduced_separately_and_numbered_by_their_last_gradient(bucket
 
     graph = trace(function, torch.ones(4, 8), torch.ones(4, 8)).graph
     buckets = bucket_reduce_scatters(graph, bucket_mode=bucket_mode)
-    assert [(bucket.index, bucket.unit, bucket.num_params) for bucket in buckets] == [(0, 1, 1), (1, 0, 2)]
+    assert [(bucket.index, bucket.unit, bucket.num_params) for bucket in buckets] == [(0, 0, 1), (1, 1, 1), (2, 0, 1)]
     assert_expected_inline(
         steps(graph, only=("mm",)),
-        """mm mm_1 reduce_scatter_0.start reduce_scatter_0.wait mm_2 reduce_scatter_1.start reduce_scatter_1.wait""",
+        """\
+mm reduce_scatter_0.start reduce_scatter_0.wait mm_1 reduce_scatter_1.start reduce_scatter_1.wait mm_2
+reduce_scatter_2.start reduce_scatter_2.wait""",
     )
 
 

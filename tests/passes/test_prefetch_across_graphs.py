@@ -24,8 +24,8 @@ def test_golden_changes() -> None:
     assert_expected_inline(
         changes(forward.passes["schedule_one_layer_ahead"], forward.passes["prefetch_across_graphs"]),
         """\
--all_gather_0 = all_gather([primals_2, primals_9, primals_10], primals_11, 8, '0', float32, False)
-+all_gather_0 = all_gather_ahead([primals_2, primals_9, primals_10], primals_11, 8, '0', float32, False, False)
+-all_gather_0 = all_gather([primals_2], primals_11, 8, '0', float32, False)
++all_gather_0 = all_gather_ahead([primals_2], primals_11, 8, '0', float32, False, False)
 +start_next_graph_default = start_next_graph(primals_11)""",
     )
     assert_expected_inline(
@@ -41,9 +41,9 @@ def test_golden_changes() -> None:
 def test_the_next_graph_is_started_while_the_unit_before_the_last_computes() -> None:
     text = steps(transformer_record().graphs[0].passes["prefetch_across_graphs"]).split()
     at = text.index("start_next")
-    assert text[at - 1] == "add_1"  # the end of layers.1; the gather of layers.2 started before it
-    assert text[at + 1] == "all_gather_3.wait"
-    assert text.index("all_gather_3.start") < at
+    assert text[at - 1] == "add_2"  # the end of layers.2; the gather of norm and head started before it
+    assert text[at + 1] == "all_gather_4.wait"
+    assert text.index("all_gather_4.start") < at
 
 
 @pytest.mark.usefixtures("eight_fake_ranks")

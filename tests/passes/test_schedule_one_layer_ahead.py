@@ -61,7 +61,8 @@ def test_golden_forward() -> None:
         """\
 all_gather_0.start all_gather_1.start all_gather_0.wait embedding all_gather_2.start all_gather_1.wait
 native_layer_norm mm gelu add all_gather_3.start all_gather_2.wait native_layer_norm_1 mm_1 gelu_1 add_1
-all_gather_3.wait native_layer_norm_2 mm_2 gelu_2 add_2 native_layer_norm_3 mm_3""",
+all_gather_4.start all_gather_3.wait native_layer_norm_2 mm_2 gelu_2 add_2 all_gather_4.wait
+native_layer_norm_3 mm_3""",
     )
 
 
@@ -71,12 +72,12 @@ def test_golden_backward() -> None:
     assert_expected_inline(
         steps(passes["schedule_one_layer_ahead"]),
         """\
-all_gather_0.start mm_4 mm_5 native_layer_norm_backward gelu_backward mm_6 all_gather_1.start
-all_gather_0.wait mm_7 native_layer_norm_backward_1 reduce_scatter_0.start add_3 gelu_backward_1 mm_8
-all_gather_2.start all_gather_1.wait mm_9 native_layer_norm_backward_2 reduce_scatter_1.start
-reduce_scatter_0.wait add_4 gelu_backward_2 mm_10 all_gather_2.wait mm_11 native_layer_norm_backward_3
-reduce_scatter_2.start reduce_scatter_1.wait add_5 embedding_dense_backward reduce_scatter_3.start
-reduce_scatter_2.wait reduce_scatter_3.wait""",
+all_gather_0.start all_gather_1.start mm_4 mm_5 native_layer_norm_backward reduce_scatter_0.start
+gelu_backward mm_6 all_gather_0.wait mm_7 native_layer_norm_backward_1 reduce_scatter_1.start
+reduce_scatter_0.wait add_3 gelu_backward_1 mm_8 all_gather_2.start all_gather_1.wait mm_9
+native_layer_norm_backward_2 reduce_scatter_2.start reduce_scatter_1.wait add_4 gelu_backward_2 mm_10
+all_gather_2.wait mm_11 native_layer_norm_backward_3 reduce_scatter_3.start reduce_scatter_2.wait add_5
+embedding_dense_backward reduce_scatter_4.start reduce_scatter_3.wait reduce_scatter_4.wait""",
     )
 
 
@@ -87,8 +88,9 @@ def test_golden_forward_two_layers_ahead() -> None:
         steps(passes["schedule_one_layer_ahead"]),
         """\
 all_gather_0.start all_gather_1.start all_gather_2.start all_gather_0.wait embedding all_gather_3.start
-all_gather_1.wait native_layer_norm mm gelu add all_gather_2.wait native_layer_norm_1 mm_1 gelu_1 add_1
-all_gather_3.wait native_layer_norm_2 mm_2 gelu_2 add_2 native_layer_norm_3 mm_3""",
+all_gather_1.wait native_layer_norm mm gelu add all_gather_4.start all_gather_2.wait native_layer_norm_1 mm_1
+gelu_1 add_1 all_gather_3.wait native_layer_norm_2 mm_2 gelu_2 add_2 all_gather_4.wait native_layer_norm_3
+mm_3""",
     )
 
 
@@ -98,12 +100,12 @@ def test_golden_backward_two_layers_ahead() -> None:
     assert_expected_inline(
         steps(passes["schedule_one_layer_ahead"]),
         """\
-all_gather_0.start all_gather_1.start mm_4 mm_5 native_layer_norm_backward gelu_backward mm_6
-all_gather_2.start all_gather_0.wait mm_7 native_layer_norm_backward_1 reduce_scatter_0.start add_3
-gelu_backward_1 mm_8 all_gather_1.wait mm_9 native_layer_norm_backward_2 reduce_scatter_1.start
-reduce_scatter_0.wait add_4 gelu_backward_2 mm_10 all_gather_2.wait mm_11 native_layer_norm_backward_3
-reduce_scatter_2.start reduce_scatter_1.wait add_5 embedding_dense_backward reduce_scatter_3.start
-reduce_scatter_2.wait reduce_scatter_3.wait""",
+all_gather_0.start all_gather_1.start all_gather_2.start mm_4 mm_5 native_layer_norm_backward
+reduce_scatter_0.start gelu_backward mm_6 all_gather_0.wait mm_7 native_layer_norm_backward_1
+reduce_scatter_1.start reduce_scatter_0.wait add_3 gelu_backward_1 mm_8 all_gather_1.wait mm_9
+native_layer_norm_backward_2 reduce_scatter_2.start reduce_scatter_1.wait add_4 gelu_backward_2 mm_10
+all_gather_2.wait mm_11 native_layer_norm_backward_3 reduce_scatter_3.start reduce_scatter_2.wait add_5
+embedding_dense_backward reduce_scatter_4.start reduce_scatter_3.wait reduce_scatter_4.wait""",
     )
 
 
@@ -175,7 +177,7 @@ def test_two_units_that_one_step_reads_are_awaited_before_it() -> None:
     assert_expected_inline(
         scheduled(lambda a, b, c, x: x @ (unshard(a, 0) + unshard(b, 1)) @ unshard(c, 2), SHARD, SHARD, SHARD, X),
         """\
-all_gather_0.start all_gather_1.start all_gather_0.wait all_gather_2.start all_gather_1.wait add mm
+all_gather_0.start all_gather_1.start all_gather_2.start all_gather_0.wait all_gather_1.wait add mm
 all_gather_2.wait mm_1""",
     )
 
@@ -190,7 +192,7 @@ def test_both_dtypes_of_a_unit_go_together() -> None:
     assert_expected_inline(
         scheduled(function, torch.ones(1), half, half, X),
         """\
-all_gather_0.start all_gather_1.start all_gather_2.start all_gather_0.wait all_gather_1.wait _to_copy mm
+all_gather_0.start all_gather_1.start all_gather_2.start all_gather_0.wait _to_copy all_gather_1.wait mm
 all_gather_2.wait mm_1""",
     )
 
@@ -230,7 +232,7 @@ def test_at_a_boundary_the_gather_goes_before_the_reduction() -> None:
     assert_expected_inline(
         scheduled(function, SHARD, SHARD, X),
         """\
-all_gather_0.start mm all_gather_1.start reduce_scatter_0.start all_gather_0.wait mm_1 all_gather_1.wait mm_2
+all_gather_0.start all_gather_1.start mm reduce_scatter_0.start all_gather_0.wait mm_1 all_gather_1.wait mm_2
 reduce_scatter_0.wait""",
     )
 
@@ -244,7 +246,7 @@ def test_a_reduction_with_compute_before_the_boundary_starts_at_once() -> None:
     assert_expected_inline(
         scheduled(function, SHARD, SHARD, X),
         """\
-all_gather_0.start mm reduce_scatter_0.start mm_1 mm_2 all_gather_1.start all_gather_0.wait mm_3
+all_gather_0.start all_gather_1.start mm reduce_scatter_0.start mm_1 mm_2 all_gather_0.wait mm_3
 all_gather_1.wait mm_4 reduce_scatter_0.wait""",
     )
 
