@@ -18,7 +18,8 @@ from fsdp_passes.schedule import ALL_GATHER, FINISH, START, WAIT, Bucket, is_hea
 def bucket_all_gathers(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
     """Replace the `unshard` nodes of a unit by one all-gather per dtype.
 
-    A unit that is used in two places with another unit in between has one for each place. What is read first in the
+    A unit that keeps its parameters (the root) and is used in two places with another unit in between has one for each
+    place. What is read first in the
     graph, so that nothing can hide it, is gathered in two halves.
 
     Before:  w0 = unshard(s0) ; mm(x, w0) ; w1 = unshard(s1) ; mm(y, w1)
@@ -64,6 +65,9 @@ def _parts(graph: fx.Graph, unshards: Sequence[fx.Node]) -> dict[fx.Node, Part]:
     """The runs of each unit; and in halves what is read before anything heavy has run, so that nothing hides it: the
     unit's compute begins with the first half and hides the second."""
     parts = split_runs(unshards, unit_of=lambda node: int(node.args[2]))  # type: ignore[arg-type]
+    # A unit that reshards is gathered once. Its reads may lie apart in a backward, where recomputation puts another
+    # unit's forward between them.
+    parts.update({node: Part() for node in unshards if node.args[9]})
     position = {node: index for index, node in enumerate(graph.nodes)}
     first_heavy = min((position[node] for node in graph.nodes if is_heavy(node)), default=len(position))
     runs: dict[tuple[object, Part], list[fx.Node]] = {}

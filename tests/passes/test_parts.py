@@ -62,6 +62,19 @@ def test_halves(monkeypatch: pytest.MonkeyPatch, sizes: list[int], small_end: st
     assert [halves[node] for node in nodes] == expected
 
 
+@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.usefixtures("eight_fake_ranks")
+def test_a_unit_that_reshards_is_gathered_once(reshard: bool) -> None:
+    def function(a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
+        return x @ unshard(a, 0, reshard=reshard) @ unshard(b, 1) @ unshard(c, 0, reshard=reshard)
+
+    graph = trace(function, *[torch.ones(1, 8)] * 3, torch.ones(4, 8)).graph
+    buckets = bucket_all_gathers(graph, bucket_mode="coalesced")
+    assert [(bucket.unit, bucket.num_params) for bucket in buckets] == (
+        [(0, 2), (1, 1)] if reshard else [(0, 1), (1, 1), (0, 1)]
+    )
+
+
 @pytest.mark.usefixtures("eight_fake_ranks")
 def test_what_nothing_hides_is_gathered_in_halves_and_the_first_half_is_awaited_alone(
     monkeypatch: pytest.MonkeyPatch,
