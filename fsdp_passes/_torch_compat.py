@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
@@ -23,9 +24,11 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
+from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental import _config as fx_config
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -37,6 +40,7 @@ __all__ = [
     "add_order_dependency",
     "all_gather_coalesced",
     "aot_autograd",
+    "backwards_at_once",
     "call_after_backward",
     "collective_name",
     "compile_fx",
@@ -53,6 +57,7 @@ __all__ = [
     "is_profiler_enabled",
     "local_tensor",
     "make_dtensor",
+    "mark_dynamic",
     "min_cut_rematerialization_partition",
     "reduce_scatter_coalesced",
     "refresh_ancestors",
@@ -62,6 +67,8 @@ __all__ = [
     "scheduled_graph_module",
     "scheduler_node_kind",
     "set_dynamo_source",
+    "symbols_apart",
+    "trace_artifact",
     "tree_leaves",
     "tree_map_only",
     "without_version_bump",
@@ -129,6 +136,29 @@ def set_dynamo_source(node: fx.Node) -> None:
 def is_backward_graph(graph: fx.Graph) -> bool:
     """Whether AOTAutograd's partitioner made this graph as a backward: its gradients come in as `tangents_<n>`."""
     return any("tangents" in str(node.target) for node in graph.find_nodes(op="placeholder"))
+
+
+def backwards_at_once() -> contextlib.AbstractContextManager[Any]:
+    """Inside, AOTAutograd compiles a backward graph together with its forward, not when the backward first runs."""
+    return functorch_config.patch(force_non_lazy_backward_lowering=True)  # type: ignore[no-any-return]
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Ask Dynamo for a symbol in place of this size, unless the traced code needs the number."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def symbols_apart() -> contextlib.AbstractContextManager[Any]:
+    """Inside, two dynamic dimensions that happen to have the same size are two symbols."""
+    return fx_config.patch(use_duck_shape=False)  # type: ignore[attr-defined,no-any-return]
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Leave a text in the structured trace (`TORCH_TRACE`), where tlparse finds it; without a trace, `text` is not
+    called."""
+    trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text, expect_trace_id=False
+    )
 
 
 # ---- Inductor's scheduler --------------------------------------------------------------------------------------------

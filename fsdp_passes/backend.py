@@ -85,14 +85,14 @@ def overlap_fsdp(
     if not uses:
         if not any(fsdp_parameter_of(example) for example in example_inputs):
             _warn_nothing_sharded(gm, example_inputs)
-        return _compile_inner(gm, list(example_inputs), settings, inductor_options)
+        return compile_inner(gm, list(example_inputs), settings, inductor_options)
 
     suffix = "" if settings.unify_communication_stream else REDUCE_GROUP_SUFFIX
     label_from = insert_unshard(gm, uses, labels=settings.nvtx, reduce_group_suffix=suffix)
     units = {use.unit_index: use.param.unit for use in uses}
     record = start_record([units[index].display_name for index in sorted(units)], settings)
     positions = [use.position for use in uses]
-    inner = _compile_inner(gm, _local_inputs(example_inputs, positions, label_from), settings, inductor_options, record)
+    inner = compile_inner(gm, local_inputs(example_inputs, positions, label_from), settings, inductor_options, record)
 
     def recompile(*args: Any) -> Any:
         # Dynamo traces its own graph again; its guards on this call's frame fail at the next call.
@@ -118,7 +118,7 @@ def _warn_nothing_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> 
         )
 
 
-def _local_inputs(example_inputs: Sequence[Any], positions: Sequence[int], label_from: Sequence[int]) -> list[Any]:
+def local_inputs(example_inputs: Sequence[Any], positions: Sequence[int], label_from: Sequence[int]) -> list[Any]:
     """The compiler's example inputs: fake shards where the placeholders were, then the labels."""
     fake_mode = detect_fake_mode() or FakeTensorMode()
     inputs = list(example_inputs)
@@ -137,7 +137,7 @@ def _parameter_at(inputs: Sequence[Any], position: int) -> FsdpParameter:
     return param
 
 
-def _compile_inner(
+def compile_inner(
     gm: fx.GraphModule,
     inputs: list[Any],
     settings: OverlapOptions,

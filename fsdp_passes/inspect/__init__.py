@@ -1,0 +1,1 @@
+"""Seeing what the compiler did: explanations, reports and the command line."""
