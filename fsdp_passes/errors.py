@@ -191,3 +191,10 @@ class HardwareError(FsdpError, ValueError):
 
 class ExplainError(FsdpError, RuntimeError):
     """`explain` cannot show what was asked for."""
+
+
+class CostValueError(FsdpError, ValueError):
+    """A cost is asked for at a size that it does not know, or that is out of range."""
+
+    def __init__(self, name: str, found: object, expected: str) -> None:
+        super().__init__(f"{name}: expected {expected}, found {found}.")

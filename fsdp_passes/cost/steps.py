@@ -10,6 +10,7 @@ from torch import fx
 from fsdp_passes.cost.op_cost import OpCost, costs_of_graph
 from fsdp_passes.schedule import (
     ALL_GATHER,
+    FINISH,
     PREPARE,
     REDUCE_SCATTER,
     START,
@@ -32,6 +33,8 @@ class Step:
         cost: of a compute step.
         bucket: the collective that is started or awaited.
         reads: gathers whose results a compute step reads.
+        is_cast: whether it only prepares or finishes a collective: a cast, a padding, a scaling.
+        is_per_rank: whether the cost is in proportion to a rank's share of the parameters (casts of shards).
     """
 
     kind: str
@@ -40,6 +43,11 @@ class Step:
     cost: OpCost | None = None
     bucket: Bucket | None = None
     reads: tuple[Bucket, ...] = ()
+    is_cast: bool = False
+    is_per_rank: bool = False
+
+
+_ON_SHARDS = ((ALL_GATHER, PREPARE), (REDUCE_SCATTER, FINISH))
 
 
 def steps_of_graph(graph: fx.Graph) -> list[Step]:
@@ -60,7 +68,8 @@ def steps_of_graph(graph: fx.Graph) -> list[Step]:
             gathers = tuple(read for read in reads.get(node, ()) if read.kind == ALL_GATHER)
             if node in costs or gathers:
                 unit = bucket.unit if bucket is not None else units.get(node)
-                steps.append(Step("compute", node.name, unit, costs.get(node), reads=gathers))
+                per_rank = bucket is not None and (bucket.kind, role) in _ON_SHARDS
+                steps.append(Step("compute", node.name, unit, costs.get(node), None, gathers, bucket is not None, per_rank))
     return steps
 
 
