@@ -25,8 +25,10 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 class LlamaBlock(nn.Module):
-    """Pre-norm attention with grouped keys and values and rotary positions, and a gated MLP: (batch, length, dim) in and
-    out."""
+    """Pre-norm attention with grouped keys and values and rotary positions, and a gated MLP.
+
+    (batch, length, dim) in and out.
+    """
 
     def __init__(self, dim: int, heads: int, kv_heads: int, hidden: int) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ class LlamaBlock(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: each pair of a head's two halves is turned by its position's angle; tables (length, head_dim)."""
+    """Rotary positions: each pair of a head's two halves is turned by its angle; tables (length, head_dim)."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
 
@@ -72,9 +74,7 @@ class Llama(nn.Module):
         context: longest sequence.
     """
 
-    def __init__(
-        self, dim: int, layers: int, heads: int, kv_heads: int, hidden: int, vocab: int, context: int
-    ) -> None:
+    def __init__(self, dim: int, layers: int, heads: int, kv_heads: int, hidden: int, vocab: int, context: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, dim)
         self.layers = nn.ModuleList(LlamaBlock(dim, heads, kv_heads, hidden) for _ in range(layers))

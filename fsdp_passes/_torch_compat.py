@@ -51,6 +51,7 @@ __all__ = [
     "group_of",
     "inductor_mode_options",
     "inductor_schedulers_off",
+    "init_fake_process_group",
     "is_backward_graph",
     "is_deterministic",
     "is_in_backward",
@@ -123,6 +124,13 @@ def group_of(name: str) -> dist.ProcessGroup:
 def register_group_alias(name: str, group: dist.ProcessGroup) -> None:
     """Let functional collectives find `group` under `name` too."""
     torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
+
+
+def init_fake_process_group(world_size: int) -> None:
+    """This process as rank 0 of a default group of any size that moves no data."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------

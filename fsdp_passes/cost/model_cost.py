@@ -168,11 +168,12 @@ class ModelCost:
             f"  peak unsharded {values.peak_unsharded_bytes / 2**30:.3f} GiB",
         ]
         for graph in self.graphs:
+            peak = graph.peak_unsharded_bytes.replace(sympy.ceiling, lambda argument: argument)
             lines += [
                 f"{graph.phase}:",
                 f"  communication bytes = {_text(_unpadded(graph.communication_bytes))}",
                 f"  FLOPs = {_text(graph.flops)}",
-                f"  peak unsharded bytes = {_text(graph.peak_unsharded_bytes.replace(sympy.ceiling, lambda argument: argument))}",
+                f"  peak unsharded bytes = {_text(peak)}",
                 f"  compute us = {_text(graph.compute_us)}",
                 "  step us = compute us + the exposed time of its waits (each where products are bound by arithmetic "
                 "and nothing queues):",
@@ -219,12 +220,13 @@ def _unpadded(expression: sympy.Expr) -> sympy.Expr:
 
 
 def _text(expression: sympy.Expr) -> str:
+    """With four digits; integers are factored instead."""
     if isinstance(expression, sympy.Max):
         inner = list(dict.fromkeys(_text(argument) for argument in expression.args))
         return inner[0] if len(inner) == 1 else f"max({', '.join(inner)})"
-    if expression.has(sympy.Float):
-        expression = expression.evalf(4)
-    return str(sympy.collect(expression, [BANDWIDTH]) if expression.has(BANDWIDTH) else sympy.factor(expression))
+    if expression.has(sympy.Float) or expression.has(BANDWIDTH):
+        return str(sympy.N(expression, 4))
+    return str(sympy.factor(expression))
 
 
 def _exposure_lines(graph: GraphCost) -> list[str]:

@@ -180,8 +180,10 @@ def _attention_flops(node: fx.Node, name: str) -> Size:
     scores = num_elements(query[:-1]) * to_size(key[-2])
     per_score = to_size(query[-1]) * (3 if is_backward else 1) + to_size(value[-1]) * (2 if is_backward else 1)
     flops = 2 * scores * per_score
-    return flops * sympy.Rational(1, 2) if _is_causal(node) and not isinstance(flops, int) else (
-        flops // 2 if _is_causal(node) else flops
+    return (
+        flops * sympy.Rational(1, 2)
+        if _is_causal(node) and not isinstance(flops, int)
+        else (flops // 2 if _is_causal(node) else flops)
     )
 
 

@@ -72,9 +72,7 @@ def simulate(steps: Sequence[TimedStep]) -> tuple[tuple[Span, ...], list[float]]
     for step in steps:
         if step.kind == "compute":
             if step.duration_us > 0:
-                spans.append(
-                    Span(COMPUTE_ROW, step.unit, step.phase, "compute", step.name, now, step.duration_us)
-                )
+                spans.append(Span(COMPUTE_ROW, step.unit, step.phase, "compute", step.name, now, step.duration_us))
             now += step.duration_us
             computed += step.duration_us
             times.append(now)

@@ -69,7 +69,9 @@ def steps_of_graph(graph: fx.Graph) -> list[Step]:
             if node in costs or gathers:
                 unit = bucket.unit if bucket is not None else units.get(node)
                 per_rank = bucket is not None and (bucket.kind, role) in _ON_SHARDS
-                steps.append(Step("compute", node.name, unit, costs.get(node), None, gathers, bucket is not None, per_rank))
+                steps.append(
+                    Step("compute", node.name, unit, costs.get(node), None, gathers, bucket is not None, per_rank)
+                )
     return steps
 
 

@@ -24,7 +24,7 @@ from fsdp_passes._torch_compat import (
     tree_map_only,
 )
 from fsdp_passes.backend import compile_inner, local_inputs
-from fsdp_passes.errors import ExplainError
+from fsdp_passes.errors import ExplainError, FsdpError
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import fsdp_parameter_of
@@ -124,12 +124,18 @@ def capture(call: Call, options: OverlapOptions) -> list[CompilationRecord]:
             stack.enter_context(symbols_apart())
         records = stack.enter_context(record_compilations())
         step = torch.compile(_fresh_function(call.model), backend=backend, fullgraph=not is_alone)
-        step(*call.args, **call.kwargs)
+        try:
+            step(*call.args, **call.kwargs)
+        except Exception as error:
+            ours = getattr(error, "inner_exception", None)  # Dynamo wraps what a backend raises
+            if isinstance(ours, FsdpError):
+                raise ours from None
+            raise
     records = [record for record in records if record.graphs]
     if not records:
         raise ExplainError(
-            f"{type(call.model).__name__}: expected a forward that torch.compile can trace, found no graph that reads a "
-            "sharded parameter. TORCH_LOGS=graph_breaks shows why."
+            f"{type(call.model).__name__}: expected a forward that torch.compile can trace, found no graph that "
+            "reads a sharded parameter. TORCH_LOGS=graph_breaks shows why."
         )
     return records
 

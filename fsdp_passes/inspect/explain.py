@@ -26,7 +26,7 @@ from fsdp_passes.inspect.rows import UnitRow, unit_rows
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.pipeline import CompilationRecord, GraphRecord, graph_text
 from fsdp_passes.schedule import ALL_GATHER, ScheduleEvent
-from fsdp_passes.verify import ScheduleReport
+from fsdp_passes.verify import ScheduleReport, check_schedule
 
 SIZES = ("batch", "length")
 
@@ -61,7 +61,8 @@ class ExplainedGraph:
         passes: pass name -> the graph's text after it, in order.
         schedule: the events of the scheduled graph.
         kernel_schedule: those of Inductor's final kernel order; None unless asked for with `kernels=True`.
-        report: what the verifier found; None with `verify=False`.
+        report: what the verifier finds in the schedule. Nothing is raised: seeing a bad schedule is the point.
+        kernel_report: the same for the kernel schedule.
         timeline: predicted from the schedule.
         timeline_before: predicted for the same collectives before they were scheduled: each is awaited at once.
         rows: one per collective, with its times; what the table shows.
@@ -73,7 +74,8 @@ class ExplainedGraph:
     passes: Mapping[str, str]
     schedule: tuple[ExplainedEvent, ...]
     kernel_schedule: tuple[ExplainedEvent, ...] | None
-    report: ScheduleReport | None
+    report: ScheduleReport
+    kernel_report: ScheduleReport | None
     timeline: Timeline
     timeline_before: Timeline
     rows: tuple[UnitRow, ...]
@@ -111,10 +113,9 @@ class Explanation:
         A size that the model's code needs as a number stays one. The process group must still exist.
         """
         call = with_symbols(self.call, SIZES)
-        options = dataclasses.replace(self.options, inner="aot_eager", verify=False)
         found: set[str] = set()
         costs = []
-        for record in capture(call, options):
+        for record in capture(call, dataclasses.replace(self.options, inner="aot_eager")):
             for graph, model in zip(record.graphs, _models(record, self.world_size), strict=True):
                 symbols = _named_symbols(graph.snapshots["scheduled"], call.sizes)
                 found |= {str(symbol) for symbol in symbols.values() if isinstance(symbol, sympy.Symbol)}
@@ -177,9 +178,9 @@ def explain(
     if kernels:
         # A graph from a cache runs no pass, so that there would be nothing to show.
         inductor = {**settings.inductor, "force_disable_caches": True}
-        settings = dataclasses.replace(settings, inner="inductor", inductor=inductor)
+        settings = dataclasses.replace(settings, inner="inductor", inductor=inductor, verify=False)
     else:
-        settings = dataclasses.replace(settings, inner="aot_eager")
+        settings = dataclasses.replace(settings, inner="aot_eager", verify=False)
     call = prepare(model, args, kwargs)
     params = [param for unit in units_of(model) for param in unit.params]
     world_size = params[0].world_size
@@ -196,7 +197,7 @@ def explain(
 
 def _models(record: CompilationRecord, world_size: int, snapshot: str = "scheduled") -> list[GraphModel]:
     kept: tuple[Any, ...] = ()
-    models = []
+    models: list[GraphModel] = []
     for graph in record.graphs:
         is_forward = graph.phase == "forward"
         steps = steps_of_graph(graph.snapshots[snapshot])
@@ -229,7 +230,8 @@ def _explained(
         graph.passes,
         _events(graph.events, record.unit_names),
         None if kernels is None else _events(kernels, record.unit_names),
-        graph.report,
+        check_schedule(graph.events, prefetch=record.options.prefetch),
+        None if kernels is None else check_schedule(kernels, prefetch=record.options.prefetch),
         timeline,
         before.timeline(cluster, title=f"{title}, before scheduling"),
         tuple(unit_rows(model, timeline)),
@@ -246,9 +248,7 @@ def _events(events: Sequence[ScheduleEvent], unit_names: Sequence[str]) -> tuple
         if bucket is not None and (event.kind == "start" or bucket not in awaited):
             if event.kind == "wait":
                 awaited.add(bucket)
-            found.append(
-                ExplainedEvent(event.kind, unit_names[bucket.unit], bucket.num_bytes, bucket.kind, event.name)
-            )
+            found.append(ExplainedEvent(event.kind, unit_names[bucket.unit], bucket.num_bytes, bucket.kind, event.name))
         elif event.kind == "compute":
             units = [unit_names[read.unit] for read in event.reads if read.kind == ALL_GATHER]
             found.append(ExplainedEvent("compute", units[-1] if units else "", 0, "", event.name))

@@ -41,10 +41,8 @@ def _graph_lines(graph: ExplainedGraph) -> Iterator[str]:
     )
     peak = max((point.num_bytes for point in timeline.memory), default=0)
     most = f"  unsharded at once: at most {peak / 2**20:.2f} MiB"
-    if graph.report is not None:
-        report = graph.report
-        most += f" in all; but for kept units {report.max_unsharded_units} units, "
-        most += f"{report.max_unsharded_bytes / 2**20:.2f} MiB"
+    most += f" in all; but for kept units {graph.report.max_unsharded_units} units, "
+    most += f"{graph.report.max_unsharded_bytes / 2**20:.2f} MiB"
     yield most
     cells = [list(COLUMNS), *_folded(graph.rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(COLUMNS))]
@@ -54,8 +52,8 @@ def _graph_lines(graph: ExplainedGraph) -> Iterator[str]:
             for text, width, is_number in zip(row, widths, IS_NUMBER, strict=True)
         ]
         yield "  " + "  ".join(padded).rstrip()
-    if graph.report is not None:
-        for text in (*graph.report.problems, *graph.report.losses):
+    for report in (graph.report, graph.kernel_report):
+        for text in (*report.problems, *report.losses) if report is not None else ():
             yield f"  ! {text}"
 
 
@@ -63,7 +61,9 @@ def _folded(rows: Sequence[UnitRow]) -> Iterator[list[str]]:
     """Cells of the rows; in a long run of rows with equal numbers only the first and the last are written. A run is of
     one kind of collective, those of the other kind may lie between."""
     shown: list[UnitRow | int] = []
-    by_kind = {kind: [row for row in rows if row.collective == kind] for kind in dict.fromkeys(r.collective for r in rows)}
+    by_kind = {
+        kind: [row for row in rows if row.collective == kind] for kind in dict.fromkeys(r.collective for r in rows)
+    }
     for kind_rows in by_kind.values():
         run: list[UnitRow] = []
         for row in [*kind_rows, None]:

@@ -24,6 +24,8 @@ class UnitRow:
         hidden_by_us: their compute between start and wait.
         communication_us: how long it takes.
         exposed_us, reason: as in `Span`.
+        is_avoidable: whether a matrix product or the like runs between start and wait. Where none does (the first
+            gather, the last reductions), no size of the inputs could hide the collective.
     """
 
     unit: str
@@ -36,6 +38,7 @@ class UnitRow:
     communication_us: float
     exposed_us: float
     reason: str
+    is_avoidable: bool
 
 
 def unit_rows(model: GraphModel, timeline: Timeline) -> Iterator[UnitRow]:
@@ -65,6 +68,7 @@ def unit_rows(model: GraphModel, timeline: Timeline) -> Iterator[UnitRow]:
             span.duration_us,
             span.exposed_us,
             span.reason,
+            any(model.steps[i].cost.is_heavy for i in working),  # type: ignore[union-attr]
         )
 
 

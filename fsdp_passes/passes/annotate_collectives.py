@@ -60,7 +60,7 @@ def _reasons_of_waits(nodes: list[fx.Node]) -> dict[fx.Node, str]:
         if bucket is None or role_of(node) != WAIT or "wait_tensor" not in str(node.target):
             continue
         # What follows in the bucket (a narrow, a scale) is looked through.
-        readers = [user for user in node.users]
+        readers = list(node.users)
         while readers and all(bucket_of(user) == bucket for user in readers):
             readers = [user for reader in readers for user in reader.users]
         reader = readers[0].name if readers else "nothing"
