@@ -132,8 +132,8 @@ ACCELERATORS = {
     ),
 }
 
-# Latencies per hop: hwLat of the ring with the Simple protocol in NCCL's tuning model (src/graph/tuning.cc), over NVLink
-# and over a network.
+# Latencies per hop: hwLat of the ring with the Simple protocol in NCCL's tuning model (src/graph/tuning.cc), in a node
+# (NVLink) and over a network.
 _NVLINK_US, _NETWORK_US = 3.4, 14.0
 
 LINKS = {
