@@ -68,8 +68,12 @@ def find_factory(target: str) -> Any:
         raise UserMistake(f"{target}: importing '{module_name}' raised {one_line(error)}. Mend the module") from error
     factory = getattr(module, name, None)
     if not callable(factory):
-        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        close = difflib.get_close_matches(name, functions, n=1)
+        functions = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", "") == module_name and not key.startswith("_")
+        ]
+        close = difflib.get_close_matches(name, functions, n=1, cutoff=0.5)
         hint = f". Did you mean {module_name}:{close[0]}?" if close else f". It has: {', '.join(functions[:8])}"
         raise UserMistake(f"{target}: expected a function '{name}' in '{module_name}', found none{hint}")
     return factory
