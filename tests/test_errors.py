@@ -28,6 +28,9 @@ EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
     errors.ScheduleError: ("forward graph of units root", ["all_gather 0 (unit 0): is started but never awaited", "b"]),
     errors.UseBeforeWaitError: ("aten.mm", "all_gather", "layers.0", "  model.py:3"),
     errors.NotAUnitError: ("Linear",),
+    errors.HardwareError: ("hardware", "'h1000'", "one of a100, h100"),
+    errors.ExplainError: ("Linear: expected a sharded model, found none.",),
+    errors.CostValueError: ("length", 0, "a number of at least 1"),
 }
 
 
