@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
 from torch import fx
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
@@ -47,6 +50,7 @@ __all__ = [
     "compile_fx_and_inspect",
     "copy_dynamo_graph",
     "detect_fake_mode",
+    "foreach_copy",
     "get_hash_for_files",
     "group_of",
     "inductor_mode_options",
@@ -55,11 +59,14 @@ __all__ = [
     "is_backward_graph",
     "is_deterministic",
     "is_in_backward",
+    "is_in_compiled_region",
     "is_profiler_enabled",
+    "is_tracing_higher_order_op",
     "local_tensor",
     "make_dtensor",
     "mark_dynamic",
     "min_cut_rematerialization_partition",
+    "never_compile_alone",
     "reduce_scatter_coalesced",
     "refresh_ancestors",
     "register_group_alias",
@@ -107,6 +114,11 @@ def without_version_bump(tensor: torch.Tensor) -> contextlib.AbstractContextMana
     return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
+def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy (and cast) each source into its target; on CUDA in few launches."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
 def is_profiler_enabled() -> bool:
     """Whether a torch.profiler (or `emit_nvtx`) is recording in this process."""
     return torch.autograd._profiler_enabled()
@@ -131,6 +143,34 @@ def init_fake_process_group(world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+# ---- Dynamo ----------------------------------------------------------------------------------------------------------
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def never_compile_alone(function: Function) -> Function:
+    """Dynamo traces `function` where traced code calls it, but never as a graph of its own.
+
+    Behind a graph break each call of eager code is a chance to compile; a hook or a property of ours must run as eager
+    code there, since it looks at what the compiler does.
+    """
+    skip_code(function.__code__)  # type: ignore[attr-defined]
+    return function
+
+
+def is_in_compiled_region() -> bool:
+    """Whether eager code runs between graphs: Dynamo will compile the functions that are called from here."""
+    return get_eval_frame_callback() is not None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_tracing_higher_order_op() -> bool:
+    """Whether Dynamo is inside the body of an operator that takes code, such as activation checkpointing. Such code
+    must have no side effect, and no graph break can be in it."""
+    translator = InstructionTranslator.current_tx()
+    return not translator.output.is_root_tracer()
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
@@ -188,7 +228,7 @@ def scheduler_node_kind(snode: Any) -> str:
         return "collective"
     overload = getattr(inner, "op_overload", None)
     if overload is not None and str(getattr(overload, "namespace", "")) == "fsdp_passes":
-        return "region"
+        return "collective" if "all_gather" in str(overload) else "region"
     return "compute"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch.distributed.tensor import DTensor
 
@@ -28,16 +29,16 @@ from fsdp_passes._torch_compat import (
 )
 from fsdp_passes.context import ensure_reduce_group
 from fsdp_passes.debug import CheckedInterpreter, debug_flags
-from fsdp_passes.eager import release_on_demand
-from fsdp_passes.errors import NothingShardedWarning
+from fsdp_passes.errors import NothingShardedWarning, StaleParametersError
+from fsdp_passes.gathering import release_on_demand
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import FsdpParameter, fsdp_parameter_of
+from fsdp_passes.passes._uses import ParameterUse
 from fsdp_passes.passes.fence_reductions import fence_reductions
 from fsdp_passes.passes.find_parameter_uses import find_parameter_uses
 from fsdp_passes.passes.insert_unshard import insert_unshard
 from fsdp_passes.pipeline import (
-    CompilationRecord,
     LowerAndSchedule,
     SchedulerPassWithSources,
     TagJointGraph,
@@ -85,14 +86,10 @@ def overlap_fsdp(
     if not uses:
         if not any(fsdp_parameter_of(example) for example in example_inputs):
             _warn_nothing_sharded(gm, example_inputs)
-        return compile_inner(gm, list(example_inputs), settings, inductor_options)
+        return _compile_inner(gm, list(example_inputs), settings, inductor_options)
 
-    suffix = "" if settings.unify_communication_stream else REDUCE_GROUP_SUFFIX
-    label_from = insert_unshard(gm, uses, labels=settings.nvtx, reduce_group_suffix=suffix)
-    units = {use.unit_index: use.param.unit for use in uses}
-    record = start_record([units[index].display_name for index in sorted(units)], settings)
     positions = [use.position for use in uses]
-    inner = compile_inner(gm, local_inputs(example_inputs, positions, label_from), settings, inductor_options, record)
+    inner, label_from = compile_sharded(gm, uses, example_inputs, settings, inductor_options)
 
     def recompile(*args: Any) -> Any:
         # Dynamo traces its own graph again; its guards on this call's frame fail at the next call.
@@ -100,6 +97,33 @@ def overlap_fsdp(
 
     constants = [use.param.graph_constants for use in uses]
     return functools.partial(_run, inner, recompile, positions, label_from, settings, constants)
+
+
+def compile_sharded(
+    gm: fx.GraphModule,
+    uses: Sequence[ParameterUse],
+    example_inputs: Sequence[Any],
+    settings: OverlapOptions,
+    inductor_options: dict[str, Any],
+    place: Callable[[fx.GraphModule, list[Any]], list[Any]] = lambda gm, inputs: inputs,
+) -> tuple[Compiled, list[int]]:
+    """Put the communication into a graph and compile it.
+
+    `place` may change the graph and the compiler's example inputs before that: where they are on another device than
+    the one to trace for.
+
+    Returns:
+        The compiled graph, which takes shards and then labels, and for each label the position in `uses` of a
+        parameter of its unit.
+    """
+    suffix = "" if settings.unify_communication_stream else REDUCE_GROUP_SUFFIX
+    label_from = insert_unshard(gm, uses, reduce_group_suffix=suffix)
+    units = {use.unit_index: use.param.unit for use in uses}
+    record = start_record([units[index].display_name for index in sorted(units)], settings)
+    backends = tuple(sorted({dist.get_backend(unit.mesh.get_group()) for unit in units.values()}))
+    lower = LowerAndSchedule(settings, record, backends)
+    inputs = place(gm, _local_inputs(example_inputs, [use.position for use in uses], label_from))
+    return _compile_inner(gm, inputs, settings, inductor_options, lower), label_from
 
 
 _has_warned_nothing_sharded = False  # once in a process: a graph break or a new shape compiles again
@@ -118,7 +142,7 @@ def _warn_nothing_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> 
         )
 
 
-def local_inputs(example_inputs: Sequence[Any], positions: Sequence[int], label_from: Sequence[int]) -> list[Any]:
+def _local_inputs(example_inputs: Sequence[Any], positions: Sequence[int], label_from: Sequence[int]) -> list[Any]:
     """The compiler's example inputs: fake shards where the placeholders were, then the labels."""
     fake_mode = detect_fake_mode() or FakeTensorMode()
     inputs = list(example_inputs)
@@ -137,25 +161,24 @@ def _parameter_at(inputs: Sequence[Any], position: int) -> FsdpParameter:
     return param
 
 
-def compile_inner(
+def _compile_inner(
     gm: fx.GraphModule,
     inputs: list[Any],
     settings: OverlapOptions,
     inductor_options: dict[str, Any],
-    record: CompilationRecord | None = None,
+    lower: LowerAndSchedule | None = None,
 ) -> Compiled:
     flags = debug_flags()
     if settings.inner != "inductor" or flags.eager:
-        lower = LowerAndSchedule(settings, record) if record is not None else None
         return _compile_aot(gm, inputs, lower, is_checked=settings.inner == "eager" or flags.eager)
-    if record is None:
+    if lower is None:
         plain: Any = compile_fx(gm, inputs, config_patches=inductor_options)
         return plain
     patches = {
         **inductor_schedulers_off(),
         **inductor_options,
         "joint_custom_post_pass": TagJointGraph(),
-        "post_grad_custom_post_pass": LowerAndSchedule(settings, record),
+        "post_grad_custom_post_pass": lower,
         "_pre_fusion_custom_pass": SchedulerPassWithSources(fence_reductions),
     }
     if is_deterministic(inductor_options):
@@ -167,7 +190,7 @@ def compile_inner(
             "reorder_for_compute_comm_overlap": True,
             "reorder_for_compute_comm_overlap_passes": [pin_and_verify],
         }
-    return compile_fx_and_inspect(gm, inputs, patches, functools.partial(verify_generated_code, record))
+    return compile_fx_and_inspect(gm, inputs, patches, functools.partial(verify_generated_code, lower.record))
 
 
 def _compile_aot(
@@ -216,12 +239,16 @@ class _HandOutShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, params: list[FsdpParameter], *sharded: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.params = params
+        ctx.versions = [param._version for param in sharded]
         # Fresh aliases: autograd writes its history into the tensors that a Function returns.
         return tuple(param.shard().detach() for param in params)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         results: list[DTensor | None] = []
+        for param, version in zip(ctx.params, ctx.versions, strict=True):
+            if param.sharded_param._version != version:  # the backward has gathered what was written
+                raise StaleParametersError(param.unit.display_name)
         for param, grad in zip(ctx.params, grads, strict=True):
             if grad is None:
                 results.append(None)
@@ -268,11 +295,18 @@ def _run(
     if not settings.unify_communication_stream:
         for mesh in dict.fromkeys(param.mesh for param in params):
             ensure_reduce_group(mesh)
-    release_on_demand(params[0].unit.context)
+    context = params[0].unit.context
+    release_on_demand(context)
+    if not is_in_backward():
+        context.is_grad_enabled = needs_grad
+    context.lookahead.open_requests = None
     if not is_in_backward():
         close_backward_regions()
     depth = num_open_regions()
     try:
         return inner(*inputs)
+    except BaseException:
+        context.lookahead.interrupt()
+        raise
     finally:
         close_regions_above(depth)

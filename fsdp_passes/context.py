@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_passes._torch_compat import register_group_alias
+from fsdp_passes.errors import DeviceError, PhaseError
+from fsdp_passes.lookahead import LookAhead
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.regions import pop_region, push_region
 from fsdp_passes.unit import FsdpUnit
@@ -77,6 +79,8 @@ class FsdpContext:
         started_reductions: reductions on the wire, oldest first, each with what waits for it and writes the gradients.
         finished_backward: units whose gradients are all reduced in the running backward.
         on_demand: units that were gathered for eager code behind a graph break.
+        lookahead: the order of graphs and eager units, and the gathers that were started ahead of graphs.
+        is_grad_enabled: whether gradients were enabled where the running compiled graph was called.
     """
 
     def __init__(self) -> None:
@@ -90,12 +94,15 @@ class FsdpContext:
         self.is_backward_callback_queued = False
         self.on_demand: list[FsdpUnit] = []
         self.finished_backward: list[FsdpUnit] = []
+        self.lookahead = LookAhead()
+        self.is_grad_enabled = True
         # All-gathers and reduce-scatters are serialized on one stream, so that their temporary buffers belong to one
         # stream of the caching allocator and each can reuse what another released. Made at the first use: wrapping a
         # model must not initialize CUDA.
         self._communication_stream: torch.cuda.Stream | None = None
         self._weights_ready: torch.cuda.Event | None = None
         self._backward_region: str | None = None
+        self._device: torch.device | None = None
 
     def adopt(self, other: FsdpContext) -> None:
         """Take over the units of a context whose root is nested in ours."""
@@ -143,10 +150,20 @@ class FsdpContext:
         return any(phase is Phase.FORWARD for phase in self.phases.values())
 
     def enter(self, unit: FsdpUnit, phase: Phase) -> None:
-        """Move `unit` to `phase`; a transition that is not allowed is a defect of the hooks."""
+        """Move `unit` to `phase`. Raises `PhaseError` for a transition that is not allowed."""
         before = self.phase(unit)
-        assert before is phase or (before, phase) in ALLOWED_TRANSITIONS, f"{unit.display_name}: {before} -> {phase}"
+        if before is not phase and (before, phase) not in ALLOWED_TRANSITIONS:
+            raise PhaseError(unit.display_name, before.value, phase.value)
         self.phases[unit] = phase
+
+    def check_device(self, unit: FsdpUnit, device: torch.device) -> None:
+        """Raise `DeviceError` when `unit` is elsewhere than the units that ran before. A model that moves as a whole
+        begins anew."""
+        if device != self._device:
+            others = [other.params[0].placeholder.device for other in self.units if other.params and other is not unit]
+            if self._device in others:
+                raise DeviceError(unit.display_name, str(self._device), str(device))
+            self._device, self._communication_stream, self._weights_ready = device, None, None
 
     # ---- streams -----------------------------------------------------------------------------------------------------
 

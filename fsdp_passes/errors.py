@@ -65,6 +65,56 @@ class MeshError(FsdpError, ValueError):
         )
 
 
+class PhaseError(FsdpError, RuntimeError):
+    """A unit was to enter a phase that cannot follow the one it is in."""
+
+    def __init__(self, unit: str, before: str, after: str) -> None:
+        super().__init__(
+            f"unit {unit!r}: expected a phase that can follow {before!r}, found {after!r}. A forward or backward of "
+            "this unit began while another was running, for instance on another thread."
+        )
+
+
+class UnitInUseError(FsdpError, RuntimeError):
+    """Memory was to be released that a running forward or backward still reads."""
+
+    def __init__(self, unit: str, phase: str) -> None:
+        super().__init__(
+            f"unit {unit!r}: expected reshard() outside of its forward and backward, found its {phase} running. "
+            "Its parameters are still read. Call reshard() behind it."
+        )
+
+
+class StaleParametersError(FsdpError, RuntimeError):
+    """A backward meets parameters that were written since its forward."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__(
+            f"unit {unit!r}: expected the parameters of the forward, found that they were written since (an "
+            "optimizer's step between forward and backward?). Gradients would be wrong. Run the backward before it."
+        )
+
+
+class DeviceError(FsdpError, ValueError):
+    """Units of one model are on different devices."""
+
+    def __init__(self, unit: str, expected: str, found: str) -> None:
+        super().__init__(
+            f"unit {unit!r}: expected its parameters on {expected}, as those of the units that ran before, found them "
+            f"on {found}. All units under one root share a communication stream: move the model as a whole."
+        )
+
+
+class NoForwardError(FsdpError, ValueError):
+    """A container without a forward was to become a unit."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__(
+            f"{module}: expected a module with a forward of its own, found a container, whose hooks never run. "
+            "Shard its children (units=['<path>.*']), or the module that holds it."
+        )
+
+
 class UnsupportedArgumentError(FsdpError, NotImplementedError):
     """A keyword of FSDP2 that is accepted by name but has no support yet."""
 
@@ -128,6 +178,13 @@ class OptionValueError(FsdpError, ValueError):
 
     def __init__(self, name: str, found: object, expected: str) -> None:
         super().__init__(f"{name}: expected {expected}, found {found!r}.")
+
+
+class TraceFileError(FsdpError, ValueError):
+    """A file that was to be read as a trace is none."""
+
+    def __init__(self, path: object, found: str, instead: str) -> None:
+        super().__init__(f"{path}: expected a Chrome trace of torch.profiler, found {found}. {instead}")
 
 
 class MutatedParameterError(FsdpError, RuntimeError):

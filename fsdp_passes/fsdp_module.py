@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from fsdp_passes.eager import finish_gather, release, start_gather
-from fsdp_passes.errors import NotAUnitError
+from fsdp_passes.context import Phase
+from fsdp_passes.errors import NotAUnitError, UnitInUseError
+from fsdp_passes.gathering import finish_gather, release, start_gather
 from fsdp_passes.unit import FsdpUnit, unit_of
 
 
@@ -32,14 +33,19 @@ class FsdpModule:
         """Gather this unit's parameters. With `async_op`, returns a handle whose `wait` completes it."""
         unit = _own_unit(self)
         start_gather(unit)
+        unit.is_held = True
         if async_op:
             return UnshardHandle(unit)
         finish_gather(unit)
         return None
 
     def reshard(self) -> None:
-        """Release this unit's gathered parameters once nothing reads them any more."""
+        """Release this unit's gathered parameters. Raises `UnitInUseError` while its forward or backward runs."""
         unit = _own_unit(self)
+        phase = unit.context.phase(unit)
+        if phase is not Phase.RESTING:
+            raise UnitInUseError(unit.display_name, phase.value)
+        unit.is_held = False
         release(unit)
         unit.context.drain_delayed_releases(0)
 

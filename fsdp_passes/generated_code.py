@@ -19,7 +19,7 @@ class CodeStep:
     """One line of generated code that runs something.
 
     Attributes:
-        kind: "start", "wait", "kernel", "region_begin" or "region_end".
+        kind: "start", "wait", "kernel", "region_begin", "region_end" or "start_next".
         name: the collective's operator, or the kernel's name.
         start: for a start, a wait and what reads a collective's result: the variables of those starts.
         text: the line, without indentation.
@@ -32,9 +32,12 @@ class CodeStep:
 
 
 # An in-place collective of the user's has no result; its first argument is what is to be awaited.
-_START = re.compile(r"(?:(\w+) = )?torch\.ops\._c10d_functional\.(\w+)\.default\(\[?(\w*)")
+_START = re.compile(
+    r"(?:(\w+) = )?torch\.ops\.(?:_c10d_functional\.(?=\w)|fsdp_passes\.(?=all_gather))(\w+)\.default\(\[?(\w*)"
+)
 _WAIT = re.compile(r"torch\.ops\._c10d_functional\.wait_tensor\.default\((\w+)\)")
 _REGION = re.compile(r"torch\.ops\.fsdp_passes\.(region_begin|region_end)\.default\((.*)\)")
+_START_NEXT = re.compile(r"torch\.ops\.fsdp_passes\.start_next_graph\.default\((\w+)\)")
 _ITEM = re.compile(r"(\w+) = (\w+)\[\d+\]$")
 _ALIAS = re.compile(r"(\w+) = (?:reinterpret_tensor\()?(\w+)\b.*(?:# (?:reuse|alias))?$")
 _KERNEL = re.compile(r"(extern_kernels\.\w+|(?:cpp|triton)_\w+(?:\.run)?|torch\.ops\.\w+\.\w+(?:\.\w+)?|\w+\.run)\(")
@@ -68,6 +71,8 @@ def _read_line(line: str, origin: dict[str, str]) -> CodeStep | None:
         return CodeStep("start", match[2], (variable,), line)
     if match := _REGION.search(line):
         return CodeStep(match[1], match[2], (), line)
+    if match := _START_NEXT.search(line):
+        return CodeStep("start_next", match[1], (), line)
     if match := _ITEM.match(line):
         if match[2] in origin:
             origin[match[1]] = origin[match[2]]

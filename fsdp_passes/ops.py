@@ -1,7 +1,7 @@
 """The library's operators: schema, fake kernels, autograd formulas.
 
 `unshard` and `reduce_grad` stand for a parameter's communication while the graph goes through AOTAutograd and the
-partitioner; the bucketing passes replace them with functional collectives. Both have real kernels, so that a graph in
+partitioner; the bucketing passes replace them with collectives. Both have real kernels, so that a graph in
 which they were not replaced still computes the right values. `region_begin` and `region_end` open and close ranges.
 """
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_passes._torch_compat import group_of
-from fsdp_passes.regions import decode_label, pop_region, push_region, region_name
+from fsdp_passes.regions import label_text, pop_region, push_region, region_name
 
 c10d = torch.ops._c10d_functional
 
@@ -24,8 +24,12 @@ REDUCE_GROUP_SUFFIX = ":reduce"
 
 
 def group_averages(group_name: str) -> bool:
-    """Whether the group's backend can average while it reduces. gloo cannot: the sum is scaled afterwards."""
-    return dist.get_backend(group_of(group_name.removesuffix(REDUCE_GROUP_SUFFIX))) == "nccl"
+    """Whether the group's backend can average while it reduces. gloo cannot: the sum is scaled afterwards.
+
+    A process group written in Python says so itself, with an attribute `averages`.
+    """
+    group = group_of(group_name.removesuffix(REDUCE_GROUP_SUFFIX))
+    return dist.get_backend(group) == "nccl" or bool(getattr(group, "averages", False))
 
 
 @torch.library.custom_op("fsdp_passes::unshard", mutates_args=())
@@ -45,7 +49,7 @@ def unshard(
 
     Args:
         shard: this rank's padded rows, shape (ceil(rows / world_size), *rest), in the parameter's own dtype.
-        label: the unit's name as data (uint8, see `regions.encode_label`), or None without regions.
+        label: the unit's identity as data (see `regions.new_label`).
         unit: index of the unit among the units of this graph, in order of first use.
         rows: dim 0 of the whole parameter.
         world_size: number of ranks in both groups.
@@ -140,23 +144,23 @@ unshard.register_autograd(_backward, setup_context=_setup_context)
 # The regions are written with the low-level API on purpose: they declare that they mutate the label only so that no
 # compiler removes them or swaps a begin with its end. `custom_op` would bump the label's version counter on every call,
 # which autograd takes for a real write to a saved tensor.
-_library = torch.library.Library("fsdp_passes", "FRAGMENT")
-_library.define("region_begin(Tensor(a!) label, str phase) -> ()")
-_library.define("region_end(Tensor(a!) label) -> ()")
+library = torch.library.Library("fsdp_passes", "FRAGMENT")
+library.define("region_begin(Tensor(a!) label, str phase) -> ()")
+library.define("region_end(Tensor(a!) label) -> ()")
 
 
 def _region_begin(label: Tensor, phase: str) -> None:
-    push_region(region_name(decode_label(label), phase))
+    push_region(region_name(label_text(label), phase))
 
 
 def _region_end(label: Tensor) -> None:
     pop_region()
 
 
-_library.impl("region_begin", _region_begin, "CompositeExplicitAutograd")
-_library.impl("region_end", _region_end, "CompositeExplicitAutograd")
-torch.library.register_fake("fsdp_passes::region_begin", lambda label, phase: None, lib=_library)
-torch.library.register_fake("fsdp_passes::region_end", lambda label: None, lib=_library)
+library.impl("region_begin", _region_begin, "CompositeExplicitAutograd")
+library.impl("region_end", _region_end, "CompositeExplicitAutograd")
+torch.library.register_fake("fsdp_passes::region_begin", lambda label, phase: None, lib=library)
+torch.library.register_fake("fsdp_passes::region_end", lambda label: None, lib=library)
 
 UNSHARD = torch.ops.fsdp_passes.unshard.default
 REDUCE_GRAD = torch.ops.fsdp_passes.reduce_grad.default

@@ -140,10 +140,14 @@ class FsdpParameter:
     # ---- the unsharded face, for eager code --------------------------------------------------------------------------
 
     @property
-    def values_version(self) -> tuple[int, int]:
-        """Changes whenever the shard's values may have: an optimizer's step, another DTensor in our place."""
-        version = self.shard()._version
-        return self.num_adoptions, version
+    def values_version(self) -> tuple[int, ...]:
+        """Changes whenever the shard's values may have: an optimizer's step, another DTensor in our place.
+
+        Three counters, since a write through the DTensor does not reach its local tensor's counter, nor one through
+        the local tensor the padded one's. Writes through `.data` have no counter at all: see `release_kept`.
+        """
+        padded, param = self.shard(), self.sharded_param
+        return self.num_adoptions, param._version, local_tensor(param)._version, padded._version
 
     @property
     def graph_constants(self) -> tuple[object, ...]:
@@ -158,6 +162,13 @@ class FsdpParameter:
             self.unit.reshards_after_forward,
         )
 
+    def gathered(self) -> torch.Tensor:
+        """The storage that holds the gathered values as one tensor of `padded_rows` rows."""
+        shape = (self.padded_rows, *self.full_shape[1:])
+        flat = torch.empty(0, dtype=self.param_dtype, device=self.placeholder.device)
+        stride = torch.empty(shape, device="meta").stride()
+        return flat.set_(self.placeholder.untyped_storage(), 0, shape, stride)  # type: ignore[call-overload,no-any-return]
+
     def gather_buffer(self) -> torch.Tensor:
         """Give the placeholder storage for `padded_rows` rows and return it as one contiguous tensor to gather into.
 
@@ -167,9 +178,7 @@ class FsdpParameter:
         storage = self.placeholder.untyped_storage()
         with without_version_bump(self.placeholder):
             storage.resize_(self.gathered_bytes)
-        shape = (self.padded_rows, *self.full_shape[1:])
-        flat = torch.empty(0, dtype=self.param_dtype, device=self.placeholder.device)
-        return flat.set_(storage, 0, shape, torch.empty(shape, device="meta").stride())  # type: ignore[call-overload]
+        return self.gathered()
 
     def release(self) -> None:
         """Drop the gathered storage. The caller has made sure that no stream reads it any more."""

@@ -34,6 +34,7 @@ from fsdp_passes.passes.annotate_regions import annotate_regions
 from fsdp_passes.passes.bucket_all_gathers import bucket_all_gathers
 from fsdp_passes.passes.bucket_reduce_scatters import bucket_reduce_scatters
 from fsdp_passes.passes.pin_schedule import pin_schedule
+from fsdp_passes.passes.prefetch_across_graphs import prefetch_across_graphs
 from fsdp_passes.passes.schedule_one_layer_ahead import schedule_one_layer_ahead
 from fsdp_passes.passes.tag_reshard_after_forward import tag_reshard_after_forward
 from fsdp_passes.schedule import (
@@ -134,12 +135,14 @@ class TagJointGraph(CustomGraphPass):
 class LowerAndSchedule(CustomGraphPass):
     """Everything that happens to a forward or backward graph, as Inductor's last post-grad pass."""
 
-    def __init__(self, options: OverlapOptions, record: CompilationRecord) -> None:
+    def __init__(self, options: OverlapOptions, record: CompilationRecord, backends: tuple[str, ...] = ()) -> None:
         self.options = options
         self.record = record
+        # Of the process groups: whether one can average decides what the graph computes behind a reduction.
+        self.backends = backends
 
     def uuid(self) -> Any:
-        return (_sources_hash(), self.options.fingerprint(), torch.__version__)
+        return (_sources_hash(), self.options.fingerprint(), torch.__version__, self.backends)
 
     def __call__(self, graph: fx.Graph) -> None:
         nodes = [*graph.find_nodes(op="call_function", target=UNSHARD)]
@@ -178,6 +181,7 @@ class LowerAndSchedule(CustomGraphPass):
         run("bucket_reduce_scatters", lambda: bucket_reduce_scatters(graph, bucket_mode=mode))
         keep("bucketed")
         run("schedule_one_layer_ahead", lambda: schedule_one_layer_ahead(graph, prefetch=options.prefetch))
+        run("prefetch_across_graphs", lambda: prefetch_across_graphs(graph, is_backward=backward))
         if options.nvtx:
             run("annotate_regions", lambda: annotate_regions(graph, labels=labels, is_backward=backward))
         annotate_collectives(graph, unit_names=unit_names)

@@ -1,24 +1,25 @@
-"""NVTX regions: how a unit's name travels to run time, and the ranges that are opened with it.
+"""NVTX regions: how a unit's identity travels to run time, and the ranges that are opened with its name.
 
 A compiled graph may serve many units (one artifact for all layers of a model), so a label must not be a constant of the
-graph. It travels as data: a small CPU tensor that holds the text and is a graph input.
+graph. It travels as data: a CPU tensor that holds a number and is a graph input.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 import threading
-from typing import Any
+import weakref
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.profiler import record_function
 
 from fsdp_passes._torch_compat import is_in_backward, is_profiler_enabled
 
-LABEL_BYTES = 256  # fixed, so that units with longer and shorter names share one compiled graph
-
 FORWARD_COMPUTE = "forward_compute"
 BACKWARD_COMPUTE = "backward_compute"
+ALL_GATHER_REGION = "all_gather"
+REDUCE_SCATTER_REGION = "reduce_scatter"
 
 
 def region_name(unit: str, phase: str) -> str:
@@ -26,24 +27,34 @@ def region_name(unit: str, phase: str) -> str:
     return f"FSDP:{unit}:{phase}"
 
 
-def encode_label(text: str, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Write `text` as UTF-8 into a uint8 CPU tensor of shape (LABEL_BYTES,), zero-padded; long names keep their end."""
-    data = text.encode()[-LABEL_BYTES:]
-    tensor = torch.zeros(LABEL_BYTES, dtype=torch.uint8) if out is None else out
-    tensor.zero_()
-    if data:
-        tensor[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return tensor
+class HasDisplayName(Protocol):
+    """What a label can stand for."""
+
+    @property
+    def display_name(self) -> str: ...
 
 
-@functools.lru_cache(maxsize=4096)
-def _decode(data: bytes) -> str:
-    return data.rstrip(b"\0").decode(errors="replace")
+# Numbers are never used twice in a process, and a label keeps nothing alive.
+_numbers = itertools.count(1)
+_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def decode_label(label: torch.Tensor) -> str:
-    """The text in a tensor made by `encode_label`."""
-    return _decode(bytes(label.tolist()))
+def new_label(owner: HasDisplayName) -> torch.Tensor:
+    """A label that stands for `owner`: an int64 CPU tensor of shape (1,)."""
+    number = next(_numbers)
+    _owners[number] = owner
+    return torch.tensor([number], dtype=torch.int64)
+
+
+def label_owner(label: torch.Tensor) -> Any | None:
+    """What `label` was made for; None when that is gone, or when `label` was not made by `new_label`."""
+    return _owners.get(int(label.item()))
+
+
+def label_text(label: torch.Tensor) -> str:
+    """The name of what `label` stands for, as it is now."""
+    owner = label_owner(label)
+    return "?" if owner is None else str(owner.display_name)
 
 
 class _OpenRegions(threading.local):

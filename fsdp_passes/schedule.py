@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fsdp_passes._torch_compat import collective_name, scheduler_node_kind
+from fsdp_passes.gather_ops import START_NEXT_GRAPH
 from fsdp_passes.ops import REGION_BEGIN, REGION_END
 
 ALL_GATHER = "all_gather"
@@ -53,7 +54,8 @@ class ScheduleEvent:
     """One step of a schedule.
 
     Attributes:
-        kind: "start", "wait", "compute", "region_begin" or "region_end".
+        kind: "start", "wait", "compute", "region_begin", "region_end", or "start_next": the first gather of the graph
+            that runs behind this one is started.
         name: of the graph node or kernel.
         bucket: the collective that is started or awaited.
         reads: buckets whose results a compute step reads, directly or through views and casts.
@@ -133,12 +135,19 @@ def events_from_graph(graph: fx.Graph) -> list[ScheduleEvent]:
     return events
 
 
+def is_marker(node: fx.Node) -> bool:
+    """Whether a node computes nothing: the ends of regions, the start of the next graph's gather."""
+    return node.target in (REGION_BEGIN, REGION_END, START_NEXT_GRAPH)
+
+
 def _event_of_node(node: fx.Node, reads: dict[fx.Node, tuple[Bucket, ...]]) -> ScheduleEvent | None:
     bucket, role = bucket_of(node), role_of(node)
     if node.target is REGION_BEGIN:
         return ScheduleEvent("region_begin", node.name, text=str(node.args[1]))
     if node.target is REGION_END:
         return ScheduleEvent("region_end", node.name)
+    if node.target is START_NEXT_GRAPH:
+        return ScheduleEvent("start_next", node.name)
     if bucket is not None:
         if role == START or (role == WAIT and node.target is torch.ops._c10d_functional.wait_tensor.default):
             return ScheduleEvent(role, node.name, bucket)
@@ -162,13 +171,9 @@ def events_from_kernels(snodes: Sequence[Any], graph: fx.Graph) -> list[Schedule
             if bucket is not None:
                 events.append(ScheduleEvent("start" if kind == "collective" else "wait", name, bucket))
         elif kind == "region":
-            target = nodes[-1].target
-            begins = target is REGION_BEGIN
-            events.append(
-                ScheduleEvent(
-                    "region_begin" if begins else "region_end", name, text=str(nodes[-1].args[1]) if begins else ""
-                )
-            )
+            marker = _event_of_node(nodes[-1], graph_reads)
+            assert marker is not None
+            events.append(dataclasses.replace(marker, name=name))
         elif kind == "compute" and any(bucket_of(node) is None for node in nodes):
             reads = dict.fromkeys(b for node in nodes for b in graph_reads.get(node, ()))
             heavy = any(is_heavy(node) for node in nodes)

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
 
+from fsdp_passes._torch_compat import never_compile_alone
 from fsdp_passes.context import FsdpContext
 from fsdp_passes.debug import check_eager_read
-from fsdp_passes.eager import gather_on_demand, install_hooks
-from fsdp_passes.errors import (
-    AlreadyShardedError,
-    CapturedParameterError,
-    ForeignDTensorError,
-    IntegerParameterError,
-    MeshError,
-    NoProcessGroupError,
-    UnitPatternError,
-    UnsupportedArgumentError,
-    UnsupportedParameterError,
-    WrapOrderError,
-)
+from fsdp_passes.eager import gather_for_eager_read, install_hooks
 from fsdp_passes.fsdp_module import FsdpModule
 from fsdp_passes.parameter import FsdpParameter
+from fsdp_passes.sharding_plan import (
+    REPLACED_BY,
+    Named,
+    check_arguments,
+    check_mesh,
+    match_units,
+    parameters_below,
+    plan_units,
+)
 from fsdp_passes.unit import FsdpUnit, unit_of
-
-# On an original parameter: the FsdpParameter that took its place, for modules that still hold the original.
-_REPLACED_BY = "_fsdp_replaced_by"
 
 
 def fully_shard(
@@ -72,12 +64,12 @@ def fully_shard(
     Raises:
         An error of `fsdp_passes.errors`; the model is then as it was before the call.
     """
-    _check_arguments(reshard_after_forward, shard_placement_fn, offload_policy)
-    mesh = _check_mesh(mesh)
+    check_arguments(reshard_after_forward, shard_placement_fn, offload_policy)
+    mesh = check_mesh(mesh)
     mp_policy = mp_policy or MixedPrecisionPolicy()
     ignored = set(ignored_params or ())
-    targets = [*_match_units(module, units or ()), ("", module)]
-    plans = _plan(targets, mesh, ignored)
+    targets = [*match_units(module, units or ()), ("", module)]
+    plans = plan_units(targets, mesh, ignored)
     for target, params in plans:
         _make_unit(
             target,
@@ -88,132 +80,6 @@ def fully_shard(
             ignored,
         )
     return module
-
-
-# ---- checks: everything is checked before anything is changed --------------------------------------------------------
-
-
-def _check_arguments(reshard_after_forward: Any, shard_placement_fn: Any, offload_policy: Any) -> None:
-    if reshard_after_forward not in (None, True, False) or type(reshard_after_forward) is int:
-        raise UnsupportedArgumentError("reshard_after_forward", reshard_after_forward, "Use True, False or None.")
-    if shard_placement_fn is not None:
-        raise UnsupportedArgumentError(
-            "shard_placement_fn", shard_placement_fn, "Leave it out: parameters are sharded along dimension 0."
-        )
-    if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
-        raise UnsupportedArgumentError("offload_policy", offload_policy, "Leave it out: parameters stay on the device.")
-
-
-def _check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    if not dist.is_initialized():
-        raise NoProcessGroupError
-    if mesh is None:
-        device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        return init_device_mesh(device_type, (dist.get_world_size(),))
-    if mesh.ndim != 1:
-        raise MeshError(f"one with {mesh.ndim} dimensions, {mesh.mesh_dim_names or tuple(mesh.shape)}")
-    return mesh
-
-
-def _match_units(module: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Paths and modules that match any pattern, innermost first and otherwise in module order."""
-    paths = [(path, child) for path, child in module.named_modules() if path]
-    matched: dict[nn.Module, str] = {}
-    for pattern in patterns:
-        hits = [
-            (path, child)
-            for path, child in paths
-            if _path_matches(path.split("."), pattern.split(".")) and any(True for _ in child.parameters())
-        ]
-        if not hits:
-            available = [path for path, child in paths if any(True for _ in child.parameters())]
-            raise UnitPatternError(pattern, available)
-        matched.update({child: path for path, child in hits})
-    innermost_first = sorted(matched.items(), key=lambda item: -item[1].count("."))
-    return [(path, child) for child, path in innermost_first]
-
-
-def _path_matches(path: list[str], pattern: list[str]) -> bool:
-    if not pattern:
-        return not path
-    if pattern[0] == "**":
-        return any(_path_matches(path[i:], pattern[1:]) for i in range(len(path) + 1))
-    return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _path_matches(path[1:], pattern[1:])
-
-
-Named = list[tuple[nn.Parameter, list[tuple[nn.Module, str]], str]]
-
-
-def _plan(
-    targets: list[tuple[str, nn.Module]], mesh: DeviceMesh, ignored: set[nn.Parameter]
-) -> list[tuple[nn.Module, Named]]:
-    """For each unit to make, the parameters that it will own, with every reference to each. Checks all of them."""
-    taken: set[nn.Parameter] = set()
-    plans = []
-    for target_path, target in targets:
-        target_name = f"{target_path} ({_class_name(target)})" if target_path else _class_name(target)
-        if unit_of(target) is not None:
-            raise AlreadyShardedError(target_name)
-        plan: Named = []
-        index: dict[nn.Parameter, int] = {}
-        for owner, name, path in _parameters_below(target):
-            param = owner._parameters[name]
-            assert param is not None
-            if param in ignored or param in taken or getattr(param, _REPLACED_BY, None) is not None:
-                continue
-            if param in index:
-                plan[index[param]][1].append((owner, name))
-                continue
-            ours: FsdpParameter | None = owner.__dict__.get("_fsdp_parameters", {}).get(name)
-            if ours is not None:
-                if any(child is target for child in ours.unit.module.modules()):
-                    raise WrapOrderError(target_name, path, ours.unit.display_name)
-                continue
-            _check_parameter(param, f"{target_path}.{path}" if target_path else path, mesh)
-            index[param] = len(plan)
-            plan.append((param, [(owner, name)], path))
-        _check_captured(target, plan)
-        taken.update(index)
-        plans.append((target, plan))
-    return plans
-
-
-def _parameters_below(module: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    for prefix, child in module.named_modules():
-        for name, param in child._parameters.items():
-            if param is not None:
-                yield child, name, f"{prefix}.{name}" if prefix else name
-
-
-def _class_name(module: nn.Module) -> str:
-    """The user's class, also when the module already has a subclass of ours."""
-    return str(type(module).__dict__.get("_fsdp_original_class", type(module)).__name__)
-
-
-def _check_parameter(param: nn.Parameter, path: str, mesh: DeviceMesh) -> None:
-    if isinstance(param, DTensor):
-        raise ForeignDTensorError(path, f"mesh {param.device_mesh} as {param.placements}", str(mesh))
-    if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
-        raise IntegerParameterError(path, param.dtype)
-    if param.dim() == 0:
-        raise UnsupportedParameterError(
-            path, "a scalar", "Give it the shape (1,), or pass it in ignored_params and reduce its gradient yourself."
-        )
-    if param.numel() == 0:
-        raise UnsupportedParameterError(path, f"the empty shape {tuple(param.shape)}", "Pass it in ignored_params.")
-
-
-def _check_captured(target: nn.Module, plan: Named) -> None:
-    """Find lists, tuples and dicts of parameters in module attributes (nn.LSTM keeps its flat weights so)."""
-    ids = {id(param): path for param, _, path in plan}
-    for prefix, child in target.named_modules():
-        for attribute, value in child.__dict__.items():
-            if attribute in ("_parameters", "_buffers", "_modules"):
-                continue
-            items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-            for item in items:
-                if isinstance(item, nn.Parameter) and id(item) in ids:
-                    raise CapturedParameterError(ids[id(item)], f"{prefix or 'the module'}", attribute)
 
 
 # ---- changes ---------------------------------------------------------------------------------------------------------
@@ -238,15 +104,15 @@ def _make_unit(
         unit.params.append(fsdp_param)
         for owner, name in references:
             _refer(owner, name, fsdp_param)
-        setattr(param, _REPLACED_BY, fsdp_param)
+        setattr(param, REPLACED_BY, fsdp_param)
     # A weight that is tied to a parameter of a nested unit: that unit owns it, and this reference follows.
-    for owner, name, _ in list(_parameters_below(module)):
-        replaced_by = getattr(owner._parameters[name], _REPLACED_BY, None)
+    for owner, name, _ in list(parameters_below(module)):
+        replaced_by = getattr(owner._parameters[name], REPLACED_BY, None)
         if replaced_by is not None:
             _refer(owner, name, replaced_by)
     # A tied weight, or a whole module that two units share: its owner is gathered with this unit too.
     inside = set(module.modules())
-    for owner, name, _ in _parameters_below(module):
+    for owner, name, _ in parameters_below(module):
         ours: FsdpParameter | None = owner.__dict__.get("_fsdp_parameters", {}).get(name)
         if ours is not None and ours.unit is not unit and ours.unit not in unit.borrows_from:
             is_nested = ours.unit.module in inside
@@ -326,14 +192,15 @@ def _adopt_replaced(module: nn.Module) -> None:
         param.shard()
 
 
+@never_compile_alone
 def _face(name: str, module: nn.Module) -> torch.Tensor:
     """What `module.<name>` gives: the placeholder to a compiler, the gathered parameter to an eager forward, and the
     sharded DTensor to everybody else."""
     param: FsdpParameter = module.__dict__["_fsdp_parameters"][name]
     if torch.compiler.is_compiling():
         return param.placeholder
-    if param.unit.is_in_compiled_forward:  # behind a graph break: no hook of ours ran in this eager part
-        gather_on_demand(param.unit)
+    if not param.unit.is_unsharded:
+        gather_for_eager_read(param.unit)
     if param.unit.is_unsharded:
         return param.placeholder
     if param.unit.pending_gather is not None:

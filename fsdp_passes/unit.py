@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_passes.parameter import FsdpParameter
-from fsdp_passes.regions import encode_label
+from fsdp_passes.regions import new_label
 
 if TYPE_CHECKING:
     from fsdp_passes.context import FsdpContext
@@ -31,7 +31,7 @@ class FsdpUnit:
         is_root: whether no sharded module contains this one.
         reshard_after_forward: None leaves the choice to `reshards_after_forward`.
         context: shared with the root and every unit nested in it.
-        label: the name as data for compiled graphs, uint8 of shape (LABEL_BYTES,).
+        label: this unit's identity as data for compiled graphs (see `regions.new_label`).
     """
 
     module: nn.Module
@@ -43,20 +43,37 @@ class FsdpUnit:
     name: str = ""
     is_root: bool = True
     # What the eager fallback knows of the unit. The versions of the shards that were gathered (None: not gathered): an
-    # optimizer's step changes them, and the gathered values are then old. The wait of a gather on its way. The
-    # parameters whose gradients are complete in this backward. The units to gather ahead, None for the order seen
-    # before. Whether a compiled forward of the unit has begun and not ended: eager code that runs meanwhile runs behind
-    # a graph break.
-    gathered_versions: list[tuple[int, int]] | None = None
+    # optimizer's step changes them, and the gathered values are then old; and those of the last forward. The wait of a
+    # gather on its way. The parameters whose gradients are complete in this backward, whether they are reduced, and
+    # whether the gradients of the unit's inputs are made. The units to gather ahead, None for the order seen before.
+    # Whether a compiled forward of the unit has begun and not ended: eager code that runs meanwhile runs behind a graph
+    # break.
+    gathered_versions: list[tuple[int, ...]] | None = None
+    forward_versions: list[tuple[int, ...]] | None = None
     pending_gather: Callable[[], None] | None = None
     ready_grads: set[FsdpParameter] = dataclasses.field(default_factory=set)
+    are_grads_reduced: bool = False
+    has_input_grads: bool = False
     forward_prefetch: list[FsdpUnit] | None = None
     backward_prefetch: list[FsdpUnit] | None = None
     is_in_compiled_forward: bool = False
+    # Whether its forward runs between two graphs and no eager code has read a parameter yet: the forward may still turn
+    # out to be compiled.
+    may_run_eagerly: bool = False
+    # Whether the user's `unshard()` gathered it and `reshard()` did not come yet.
+    is_held: bool = False
     # Units that own a parameter to which a module of this unit refers too (a tied head): the fallback gathers them with
     # this one.
     borrows_from: list[FsdpUnit] = dataclasses.field(default_factory=list)
-    label: torch.Tensor = dataclasses.field(default_factory=lambda: encode_label(ROOT_LABEL))
+    label: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.label = new_label(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy (`deepcopy`, pickling) is a unit of its own: graphs must not take it for the original."""
+        self.__dict__.update(state)
+        self.label = new_label(self)
 
     @property
     def is_unsharded(self) -> bool:
@@ -78,7 +95,6 @@ class FsdpUnit:
         """Called when a surrounding module is sharded: only then is the path from the root known."""
         self.name = name
         self.is_root = is_root
-        encode_label(self.display_name, out=self.label)
 
 
 def unit_of(module: nn.Module) -> FsdpUnit | None:

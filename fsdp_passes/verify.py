@@ -10,7 +10,10 @@ import warnings
 from collections.abc import Sequence
 
 from fsdp_passes.errors import ScheduleError, ScheduleWarning
+from fsdp_passes.regions import ALL_GATHER_REGION, REDUCE_SCATTER_REGION
 from fsdp_passes.schedule import ALL_GATHER, Bucket, ScheduleEvent
+
+_COMMUNICATION_REGIONS = (ALL_GATHER_REGION, REDUCE_SCATTER_REGION)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,12 +190,15 @@ def _check_unsharded(timeline: _Timeline, prefetch: int) -> tuple[int, int, list
 
 
 def _check_regions(events: Sequence[ScheduleEvent]) -> list[str]:
-    depth, problems = 0, []
+    """Regions of compute open and close in turn; inside or between them, regions around one start each."""
+    open_regions: list[str] = []
     for event in events:
-        depth += (event.kind == "region_begin") - (event.kind == "region_end")
-        if depth not in (0, 1):
-            problems.append(f"{event.name}: expected regions that open and close in turn")
-            break
-    if depth == 1:
-        problems.append("the last region is never closed")
-    return problems
+        if event.kind == "region_begin":
+            if open_regions and (len(open_regions) > 1 or event.text not in _COMMUNICATION_REGIONS):
+                return [f"{event.name}: {event.text} opens inside {open_regions[-1]}; compute regions do not nest"]
+            open_regions.append(event.text)
+        elif event.kind == "region_end":
+            if not open_regions:
+                return [f"{event.name}: closes a region, and none is open"]
+            open_regions.pop()
+    return [f"the region {open_regions[-1]} is never closed"] if open_regions else []

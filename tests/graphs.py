@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_passes import fully_shard, overlap_fsdp
 from fsdp_passes.pipeline import CompilationRecord, graph_text, record_compilations
+from fsdp_passes.regions import new_label
 
 # ---- process groups --------------------------------------------------------------------------------------------------
 
@@ -129,6 +130,25 @@ def dynamo_graph(function: Callable[..., Any], *inputs: Any) -> tuple[fx.GraphMo
     return seen[0]
 
 
+# ---- labels ----------------------------------------------------------------------------------------------------------
+
+
+class Named:
+    """Stands for a unit where only its name matters."""
+
+    def __init__(self, display_name: str) -> None:
+        self.display_name = display_name
+
+
+_kept: list[Named] = []  # a label keeps nothing alive
+
+
+def label_named(name: str) -> Tensor:
+    """A label of something with this name."""
+    _kept.append(Named(name))
+    return new_label(_kept[-1])
+
+
 # ---- graphs written by hand ------------------------------------------------------------------------------------------
 
 
@@ -204,10 +224,11 @@ def steps(graph: fx.Graph | str, only: tuple[str, ...] = ()) -> str:
     and by name what computes.
 
     Neighbouring waits of one collective are written once. Views and what prepares or finishes a collective are left
-    out; with `only`, all but these operators are.
+    out, and the regions around starts; with `only`, all but these operators are.
     """
     text = graph if isinstance(graph, str) else graph_text(graph)
     collective: dict[str, str] = {}  # node -> the collective that it is a result of
+    is_compute: list[bool] = []  # of the open regions
     words: list[str] = []
     for line in text.splitlines():
         match = _LINE.match(line)
@@ -220,13 +241,20 @@ def steps(graph: fx.Graph | str, only: tuple[str, ...] = ()) -> str:
             word = f"{collective[first]}.wait"
             if words[-1] != word:
                 words.append(word)
-        elif "_c10d_functional" in target:
+        elif "_c10d_functional" in target or "fsdp_passes.all_gather" in target:
             collective[name] = name
             words.append(f"{name}.start")
         elif operator == "getitem" and first in collective:
             collective[name] = collective[first]
-        elif operator in ("region_begin", "region_end"):
-            words.append(f"{'open' if operator == 'region_begin' else 'close'}({first})")
+        elif operator == "region_begin":
+            is_compute.append(arguments.endswith("_compute'"))
+            if is_compute[-1]:
+                words.append(f"open({first})")
+        elif operator == "region_end":
+            if is_compute.pop():
+                words.append(f"close({first})")
+        elif operator == "start_next_graph":
+            words.append("start_next")
         elif operator in only if only else operator not in _QUIET:
             words.append(name)
     return "\n".join(textwrap.wrap(" ".join(words), 110))

@@ -29,7 +29,8 @@ NO_CACHE = {"force_disable_caches": True}
 class Step:
     """One line that runs something.
 
-    kind: "start", "wait", "matmul", "kernel" (generated), "open" or "close" (of a region).
+    kind: "start", "wait", "matmul", "kernel" (generated), "open" or "close" (of a region of compute), "open_start"
+        or "close_start" (of the region around a start), "next" (the start of the next graph's first gather).
     name: of the collective for starts and waits ("gather0", "reduce1": numbered in the order of their starts), of the
         label for regions, of the kernel otherwise.
     reads: the collectives whose results the line reads.
@@ -51,16 +52,22 @@ def read_code(source: str) -> list[Step]:
     body = body[: body.index("\n        return (")]
     steps: list[Step] = []
     result_of: dict[str, str] = {}  # variable -> collective
+    suffixes: list[str] = []  # of the open regions
     for line in map(str.strip, body.splitlines()):
-        if match := re.match(r"(\w+) = torch\.ops\._c10d_functional\.(all_gather|reduce_scatter)\w*\.default\(", line):
+        if match := re.match(r"(\w+) = torch\.ops\.\w+\.(all_gather|reduce_scatter)\w*\.default\(", line):
             kind = match[2].split("_")[-1].replace("scatter", "reduce")
             name = f"{kind}{sum(step.kind == 'start' and step.name.startswith(kind) for step in steps)}"
             result_of[match[1]] = name
             steps.append(Step("start", name))
         elif match := re.match(r"torch\.ops\._c10d_functional\.wait_tensor\.default\((\w+)\)", line):
             steps.append(Step("wait", result_of[match[1]]))
-        elif match := re.match(r"torch\.ops\.fsdp_passes\.region_(begin|end)\.default\((\w+)", line):
-            steps.append(Step("open" if match[1] == "begin" else "close", match[2]))
+        elif match := re.match(r"torch\.ops\.fsdp_passes\.region_begin\.default\((\w+), '(\w+)'", line):
+            suffixes.append("" if match[2].endswith("_compute") else "_start")
+            steps.append(Step("open" + suffixes[-1], match[1]))
+        elif match := re.match(r"torch\.ops\.fsdp_passes\.region_end\.default\((\w+)", line):
+            steps.append(Step("close" + suffixes.pop(), match[1]))
+        elif match := re.match(r"torch\.ops\.fsdp_passes\.start_next_graph\.default\((\w+)\)", line):
+            steps.append(Step("next", match[1]))
         elif match := re.match(r"(\w+) = (\w+)(\[\d+\]|  # alias)?$", line):
             if match[2] in result_of:
                 result_of[match[1]] = result_of[match[2]]

@@ -16,6 +16,11 @@ EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
     errors.AlreadyShardedError: ("Block",),
     errors.WrapOrderError: ("Linear", "weight", "layers.0"),
     errors.ForeignDTensorError: ("head.weight", "mesh (4,) as (Replicate(),)", "(2,)"),
+    errors.NoForwardError: ("layers (ModuleList)",),
+    errors.PhaseError: ("layers.0", "backward", "forward"),
+    errors.UnitInUseError: ("layers.0", "forward"),
+    errors.StaleParametersError: ("layers.0",),
+    errors.DeviceError: ("layers.0", "cuda:0", "cpu"),
     errors.MeshError: ("one with 2 dimensions, ('replicate', 'shard')",),
     errors.UnsupportedArgumentError: ("reshard_after_forward", 2, "Use True, False or None."),
     errors.UnsupportedParameterError: ("scale", "a scalar", "Give it the shape (1,)."),
@@ -24,6 +29,7 @@ EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
     errors.UnitPatternError: ("blocks.*", [f"layers.{i}" for i in range(20)]),
     errors.UnknownOptionError: ("prefech", ["verify", "prefetch"]),
     errors.OptionValueError: ("prefetch", 0, "an integer of at least 1"),
+    errors.TraceFileError: ("rank0.json", "an empty file", "Record it again."),
     errors.MutatedParameterError: ("layers.0.weight",),
     errors.ScheduleError: ("forward graph of units root", ["all_gather 0 (unit 0): is started but never awaited", "b"]),
     errors.UseBeforeWaitError: ("aten.mm", "all_gather", "layers.0", "  model.py:3"),
@@ -72,6 +78,21 @@ Linear: expected children to be sharded before their parents, found that the uni
 [ForeignDTensorError]
 head.weight: expected a plain tensor to shard on mesh (2,), found a DTensor on mesh (4,) as (Replicate(),). Shard
         each parameter with one library only; to leave this one as it is, pass it in ignored_params.
+[NoForwardError]
+layers (ModuleList): expected a module with a forward of its own, found a container, whose hooks never run. Shard
+        its children (units=['<path>.*']), or the module that holds it.
+[PhaseError]
+unit 'layers.0': expected a phase that can follow 'backward', found 'forward'. A forward or backward of this unit
+        began while another was running, for instance on another thread.
+[UnitInUseError]
+unit 'layers.0': expected reshard() outside of its forward and backward, found its forward running. Its parameters
+        are still read. Call reshard() behind it.
+[StaleParametersError]
+unit 'layers.0': expected the parameters of the forward, found that they were written since (an optimizer's step
+        between forward and backward?). Gradients would be wrong. Run the backward before it.
+[DeviceError]
+unit 'layers.0': expected its parameters on cuda:0, as those of the units that ran before, found them on cpu. All
+        units under one root share a communication stream: move the model as a whole.
 [MeshError]
 mesh: expected a DeviceMesh with one dimension, found one with 2 dimensions, ('replicate', 'shard'). Take one
         dimension of it, for example mesh['shard'].
@@ -94,6 +115,8 @@ units: expected every pattern to match a module, found no match for 'blocks.*'. 
 prefech: expected one of the options prefetch, verify, found 'prefech'. Did you mean 'prefetch'?
 [OptionValueError]
 prefetch: expected an integer of at least 1, found 0.
+[TraceFileError]
+rank0.json: expected a Chrome trace of torch.profiler, found an empty file. Record it again.
 [MutatedParameterError]
 layers.0.weight: expected compiled code only to read this parameter, found that it is modified in place. The change
         would be lost when the gathered weight is released. Modify parameters outside the compiled function, as an

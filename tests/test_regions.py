@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,16 +15,17 @@ from torch import Tensor, nn
 from fsdp_passes import fully_shard, overlap_fsdp
 from fsdp_passes.pipeline import record_compilations
 from fsdp_passes.regions import (
-    LABEL_BYTES,
     close_regions_above,
-    decode_label,
-    encode_label,
+    label_owner,
+    label_text,
+    new_label,
     num_open_regions,
     pop_region,
     push_region,
     region_name,
 )
-from tests.graphs import Layer, TinyTransformer
+from fsdp_passes.unit import unit_of
+from tests.graphs import Layer, Named, TinyTransformer
 from tests.graphs import eight_fake_ranks as eight_fake_ranks
 from tests.graphs import one_rank as one_rank
 from tests.inductor_code import NO_CACHE, kernels_that_do_nothing
@@ -44,29 +47,42 @@ def regions_of(run: Callable[[], object]) -> list[str]:
     return [event.name for event in events if event.name.startswith("FSDP:")]
 
 
+def compute_regions(names: list[str]) -> list[str]:
+    return [name for name in names if name.endswith("_compute")]
+
+
+def communication_regions(names: list[str]) -> list[str]:
+    return [name for name in names if not name.endswith("_compute")]
+
+
 # ---- labels ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["", "root", "layers.0", "encoder.blöcke.3", "x" * LABEL_BYTES])
-def test_a_label_is_read_back_as_it_was_written(text: str) -> None:
-    label = encode_label(text)
-    assert (label.dtype, label.shape, label.device.type) == (torch.uint8, (LABEL_BYTES,), "cpu")
-    assert decode_label(label) == text
+def test_a_label_is_the_identity_of_its_owner() -> None:
+    owner = Named("layers.0")
+    label = new_label(owner)
+    assert (label.dtype, label.shape, label.device.type) == (torch.int64, (1,), "cpu")
+    assert label_owner(label) is owner
+    assert label_owner(label.clone()) is owner
+    assert label_text(label) == "layers.0"
+    owner.display_name = "encoder.blöcke.3" * 50
+    assert label_text(label) == owner.display_name
 
 
-def test_a_label_that_is_too_long_keeps_its_end() -> None:
-    text = "module." * 60 + "layers.17"
-    assert decode_label(encode_label(text)) == text[-LABEL_BYTES:]
+def test_a_label_keeps_nothing_alive_and_no_number_comes_again() -> None:
+    first = new_label(Named("gone"))
+    gc.collect()
+    assert label_owner(first) is None
+    assert label_text(first) == "?"
+    assert not torch.equal(new_label(Named("new")), first)
 
 
-def test_a_long_label_that_is_cut_within_a_character_is_still_text() -> None:
-    assert decode_label(encode_label("ö" * LABEL_BYTES + "x")).endswith("öx")
-
-
-def test_a_label_is_rewritten_in_place() -> None:
-    label = encode_label("a long name")
-    assert encode_label("b", out=label) is label
-    assert decode_label(label) == "b"
+def test_a_copy_of_a_unit_has_a_label_of_its_own(one_rank: None) -> None:
+    unit = unit_of(fully_shard(nn.Linear(2, 2)))
+    assert unit is not None
+    other = copy.copy(unit)
+    assert label_owner(unit.label) is unit
+    assert label_owner(other.label) is other
 
 
 def test_the_format_of_a_name() -> None:
@@ -121,6 +137,8 @@ def test_ranges_reach_the_profiler_also_when_it_starts_or_ends_within_one() -> N
 # ---- in compiled models ----------------------------------------------------------------------------------------------
 
 
+# The start of a unit's gather lies before the compute that hides it, that of its reduction behind its own compute or
+# within the next unit's.
 FORWARD = [f"FSDP:{unit}:forward_compute" for unit in ("root", "layers.0", "layers.1", "layers.2", "root")]
 BACKWARD = [f"FSDP:{unit}:backward_compute" for unit in ("root", "layers.2", "layers.1", "layers.0", "root")]
 
@@ -135,11 +153,21 @@ def test_the_profiler_sees_every_unit_in_forward_and_backward(inner: str) -> Non
     with kernels_that_do_nothing():
         compiled(tokens).sum().backward()
     output: list[Tensor] = []
-    assert regions_of(lambda: output.append(compiled(tokens))) == FORWARD
-    assert regions_of(lambda: output[0].sum().backward()) == BACKWARD
+    forward = regions_of(lambda: output.append(compiled(tokens)))
+    backward = regions_of(lambda: output[0].sum().backward())
+    assert compute_regions(forward) == FORWARD
+    assert compute_regions(backward) == BACKWARD
+    units = ["root", "layers.0", "layers.1", "layers.2"]
+    # The last is the first unit of the backward, whose gather the forward starts ahead.
+    assert communication_regions(forward) == [f"FSDP:{unit}:all_gather" for unit in [*units, "layers.2"]]
+    assert sorted(communication_regions(backward)) == sorted(
+        [f"FSDP:{unit}:all_gather" for unit in units[1:]] + [f"FSDP:{unit}:reduce_scatter" for unit in units]
+    )
     with torch.no_grad(), kernels_that_do_nothing():
         compiled(tokens)
-        assert regions_of(lambda: compiled(tokens)) == FORWARD
+        found = regions_of(lambda: compiled(tokens))
+    assert compute_regions(found) == FORWARD
+    assert communication_regions(found) == [f"FSDP:{unit}:all_gather" for unit in units]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -154,7 +182,10 @@ def test_layers_that_share_one_artifact_have_their_own_names() -> None:
         model(x)
     assert len(records) == 1
     seen = regions_of(lambda: model(x))
-    assert [name for name in seen if "root" not in name] == ["FSDP:0:forward_compute", "FSDP:1:forward_compute"]
+    assert compute_regions([name for name in seen if "root" not in name]) == [
+        "FSDP:0:forward_compute",
+        "FSDP:1:forward_compute",
+    ]
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -11,7 +11,6 @@ from fsdp_passes.passes.annotate_regions import annotate_regions
 from fsdp_passes.passes.bucket_all_gathers import bucket_all_gathers
 from fsdp_passes.passes.bucket_reduce_scatters import bucket_reduce_scatters
 from fsdp_passes.passes.schedule_one_layer_ahead import schedule_one_layer_ahead
-from fsdp_passes.regions import encode_label
 from fsdp_passes.schedule import (
     Bucket,
     ScheduleEvent,
@@ -21,7 +20,7 @@ from fsdp_passes.schedule import (
     is_heavy,
     role_of,
 )
-from tests.graphs import compile_step, reduce_grad, sharded_transformer, trace, unshard
+from tests.graphs import compile_step, label_named, reduce_grad, sharded_transformer, trace, unshard
 from tests.graphs import eight_fake_ranks as eight_fake_ranks
 from tests.inductor_code import kernels_that_do_nothing
 
@@ -56,14 +55,16 @@ def test_golden_events() -> None:
         y = (x @ unshard(a, 0, rows=5).t()).relu()
         return y.t() @ x @ unshard(b, 1), reduce_grad(x.t() @ x, 0)
 
-    graph = lowered(function, torch.ones(1, 8), torch.ones(1, 8), torch.ones(4, 8), encode_label("unit"))
+    graph = lowered(function, torch.ones(1, 8), torch.ones(1, 8), torch.ones(4, 8), label_named("unit"))
     schedule_one_layer_ahead(graph, prefetch=1)
     label = graph.find_nodes(op="placeholder")[-1]
     annotate_regions(graph, labels={0: label}, is_backward=False)
     assert_expected_inline(
         written(events_from_graph(graph)),
         """\
+region_begin all_gather
 start all_gather 0 (unit 0)
+region_end
 start all_gather 1 (unit 1)
 wait all_gather 0 (unit 0)
 region_begin forward_compute
@@ -79,7 +80,9 @@ compute t_2
 region_begin forward_compute
 compute mm_3 heavy
 region_end
+region_begin reduce_scatter
 start reduce_scatter 0 (unit 0)
+region_end
 wait reduce_scatter 0 (unit 0)""",
     )
 
@@ -114,7 +117,7 @@ def test_nodes_of_a_bucket_know_it_and_their_role() -> None:
 
     graph = lowered(function, torch.ones(1, 8), torch.ones(4, 8).bfloat16())
     roles = [role_of(node) for node in graph.nodes if bucket_of(node) is not None]
-    assert roles == ["prepare", "start", "wait", "wait", "finish"]
+    assert roles == ["start", "wait", "wait", "finish"]
     (bucket,) = {bucket_of(node) for node in graph.nodes} - {None}
     assert bucket == Bucket("all_gather", 0, 0, 1, 8 * 8 * 2, torch.bfloat16, True)
     assert bucket.label == "all_gather 0 (unit 0)"

@@ -35,7 +35,8 @@ def schedule(text: str, buckets: dict[str, Bucket] | None = None) -> list[Schedu
             reads = tuple(known[name] for name in match[2].split(",") if name)
             events.append(ScheduleEvent("compute", f"{match[1]}_{index}", reads=reads, is_heavy=match[1] == "mm"))
         else:
-            events.append(ScheduleEvent({"open": "region_begin", "close": "region_end"}[word], f"region_{index}"))
+            kind = {"open": "region_begin", "close": "region_end"}[word]
+            events.append(ScheduleEvent(kind, f"region_{index}", text="forward_compute" if word == "open" else ""))
     return events
 
 
@@ -119,9 +120,9 @@ def test_verify_false_checks_nothing() -> None:
         ("g0.start add(g0) g0.wait", "all_gather 0 (unit 0): add_1 reads a result before the last wait of its bucket"),
         ("g0.start g0.wait mm() g0.wait mm(g0)", "all_gather 0 (unit 0): mm_2 runs between the waits of one bucket"),
         ("r1.start r1.wait add() r1.wait", "reduce_scatter 1 (unit 1): add_2 runs between the waits of one bucket"),
-        ("close", "region_0: expected regions that open and close in turn"),
-        ("open open close close", "region_1: expected regions that open and close in turn"),
-        ("open mm()", "the last region is never closed"),
+        ("close", "region_0: closes a region, and none is open"),
+        ("open open", "region_1: forward_compute opens inside forward_compute; compute regions do not nest"),
+        ("open mm()", "the region forward_compute is never closed"),
     ],
 )  # fmt: skip
 def test_a_schedule_that_computes_wrong_values_is_refused(text: str, problem: str) -> None:

@@ -23,14 +23,12 @@ from fsdp_passes._torch_compat import (
     tree_leaves,
     tree_map_only,
 )
-from fsdp_passes.backend import compile_inner, local_inputs
+from fsdp_passes.backend import compile_sharded
 from fsdp_passes.errors import ExplainError, FsdpError
-from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import fsdp_parameter_of
 from fsdp_passes.passes.find_parameter_uses import find_parameter_uses
-from fsdp_passes.passes.insert_unshard import insert_unshard
-from fsdp_passes.pipeline import CompilationRecord, record_compilations, start_record
+from fsdp_passes.pipeline import CompilationRecord, record_compilations
 from fsdp_passes.unit import FsdpUnit, unit_of
 
 
@@ -199,17 +197,16 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Overlap
     uses = find_parameter_uses(gm, example_inputs)
     if not uses:
         return
-    suffix = "" if options.unify_communication_stream else REDUCE_GROUP_SUFFIX
-    label_from = insert_unshard(gm, uses, labels=options.nvtx, reduce_group_suffix=suffix)
-    units = {use.unit_index: use.param.unit for use in uses}
-    record = start_record([units[index].display_name for index in sorted(units)], options)
-    inputs = local_inputs(example_inputs, [use.position for use in uses], label_from)
-    if any(isinstance(value, torch.Tensor) and value.device.type == "meta" for value in inputs):
-        _move_graph_from_meta(gm)
-        mode = detect_fake_mode(inputs)
-        assert mode is not None
-        inputs = [_on_cpu(value, mode) for value in inputs]
-    compile_inner(gm, inputs, options, dict(options.inductor), record)
+    compile_sharded(gm, uses, example_inputs, options, dict(options.inductor), _on_cpu)
+
+
+def _on_cpu(gm: fx.GraphModule, inputs: list[Any]) -> list[Any]:
+    if not any(isinstance(value, torch.Tensor) and value.device.type == "meta" for value in inputs):
+        return inputs
+    _move_graph_from_meta(gm)
+    mode = detect_fake_mode(inputs)
+    assert mode is not None
+    return [_move_from_meta(value, mode) for value in inputs]
 
 
 def _move_graph_from_meta(gm: fx.GraphModule) -> None:
@@ -228,7 +225,7 @@ def _is_meta_device(value: Any) -> bool:
     return isinstance(value, torch.device) and value.type == "meta"
 
 
-def _on_cpu(value: Any, mode: FakeTensorMode) -> Any:
+def _move_from_meta(value: Any, mode: FakeTensorMode) -> Any:
     if not isinstance(value, torch.Tensor) or value.device.type != "meta":
         return value
     if not hasattr(value, "fake_mode"):

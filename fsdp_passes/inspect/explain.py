@@ -141,7 +141,8 @@ class Explanation:
         """Write one self-contained page with the timelines of all graphs, before and after scheduling."""
         from fsdp_passes.inspect.page import PageSection, timeline_page
 
-        page = timeline_page([PageSection(title, timelines) for title, timelines in self.sections()])
+        heading = f"{self.name} over {self.world_size} ranks, predicted for {self.cluster.name}"
+        page = timeline_page(heading, [PageSection(title, timelines) for title, timelines in self.sections()])
         pathlib.Path(path).write_text(page, encoding="utf-8")
 
 

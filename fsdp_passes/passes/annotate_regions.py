@@ -1,4 +1,4 @@
-"""Mark each unit's compute with an NVTX region that survives Inductor."""
+"""Mark each unit's compute and communication with NVTX regions that survive Inductor."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ import torch
 from torch import fx
 
 from fsdp_passes.ops import REGION_BEGIN, REGION_END
-from fsdp_passes.regions import BACKWARD_COMPUTE, FORWARD_COMPUTE
-from fsdp_passes.schedule import ALL_GATHER, PREPARE, REDUCE_SCATTER, START, bucket_of, gathered_reads, role_of
+from fsdp_passes.regions import ALL_GATHER_REGION, BACKWARD_COMPUTE, FORWARD_COMPUTE, REDUCE_SCATTER_REGION
+from fsdp_passes.schedule import (
+    ALL_GATHER,
+    PREPARE,
+    REDUCE_SCATTER,
+    START,
+    bucket_of,
+    gathered_reads,
+    is_marker,
+    role_of,
+)
 
 
 def annotate_regions(graph: fx.Graph, *, labels: dict[int, fx.Node], is_backward: bool) -> int:
-    """Open a region before a unit's first compute and close it behind its last.
+    """Open a region before a unit's first compute and close it behind its last; and one around each collective's start.
 
     A compute step belongs to the unit whose gathered parameters it reads, or else to the unit of the step before it.
     In the backward the steps that make a unit's gradients belong to it too. A unit that is read in several places (the
@@ -36,12 +45,23 @@ def annotate_regions(graph: fx.Graph, *, labels: dict[int, fx.Node], is_backward
             segments.append((unit, node, node))
     segments = [segment for segment in segments if segment[0] in labels]
     for unit, first, last in segments:
-        with graph.inserting_before(first):
-            begin = graph.call_function(REGION_BEGIN, (labels[unit], phase))
-        with graph.inserting_after(last):
-            end = graph.call_function(REGION_END, (labels[unit],))
-        begin.meta["val"] = end.meta["val"] = None
-    return len(segments)
+        _enclose(graph, labels[unit], phase, first, last)
+    num_regions = len(segments)
+    for node in [node for node in graph.nodes if role_of(node) == START]:
+        bucket = bucket_of(node)
+        if bucket is not None and bucket.unit in labels:
+            name = ALL_GATHER_REGION if bucket.kind == ALL_GATHER else REDUCE_SCATTER_REGION
+            _enclose(graph, labels[bucket.unit], name, node, node)
+            num_regions += 1
+    return num_regions
+
+
+def _enclose(graph: fx.Graph, label: fx.Node, phase: str, first: fx.Node, last: fx.Node) -> None:
+    with graph.inserting_before(first):
+        begin = graph.call_function(REGION_BEGIN, (label, phase))
+    with graph.inserting_after(last):
+        end = graph.call_function(REGION_END, (label,))
+    begin.meta["val"] = end.meta["val"] = None
 
 
 def _owners(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -52,7 +72,7 @@ def _owners(graph: fx.Graph) -> dict[fx.Node, int]:
     unowned: list[fx.Node] = []
     current: int | None = None
     for node in graph.nodes:
-        if node.op != "call_function" or bucket_of(node) is not None or node.target in (REGION_BEGIN, REGION_END):
+        if node.op != "call_function" or bucket_of(node) is not None or is_marker(node):
             continue
         read_units = [bucket.unit for bucket in reads.get(node, ()) if bucket.kind == ALL_GATHER]
         if read_units:

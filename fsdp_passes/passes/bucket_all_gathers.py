@@ -7,19 +7,20 @@ import operator
 import torch
 from torch import fx
 
+from fsdp_passes.gather_ops import ALL_GATHER_OP
 from fsdp_passes.ops import UNSHARD, c10d
 from fsdp_passes.passes._graph import BucketBuilder, aten
-from fsdp_passes.schedule import ALL_GATHER, FINISH, PREPARE, START, WAIT, Bucket
+from fsdp_passes.schedule import ALL_GATHER, FINISH, START, WAIT, Bucket
 
 
 def bucket_all_gathers(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
     """Replace the `unshard` nodes of a unit by one all-gather per dtype.
 
     Before:  w0 = unshard(s0) ; mm(x, w0) ; w1 = unshard(s1) ; mm(y, w1)
-    After:   ag = all_gather([cast(s0), cast(s1)]) ; w0 = wait(ag[0]) ; w1 = wait(ag[1]) ; mm(x, w0) ; mm(y, w1)
+    After:   ag = all_gather([s0, s1], dtype) ; w0 = wait(ag[0]) ; w1 = wait(ag[1]) ; mm(x, w0) ; mm(y, w1)
 
-    bucket_mode "coalesced": one grouped collective on the shards themselves. Each result is the whole parameter; only
-    a padded one is narrowed. "packed": one collective on the concatenated shards, and a copy per parameter behind it.
+    bucket_mode "coalesced": one grouped collective on the shards, cast inside it. Each result is the whole parameter;
+    only a padded one is narrowed. "packed": one collective on the concatenated shards, and a copy per parameter behind.
     All waits of a bucket stand together, before the first use of any of its results: gloo writes every result of a
     group again inside each result's wait, so a use between two waits could read memory that the next wait overwrites.
 
@@ -48,36 +49,33 @@ def bucket_all_gathers(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
     return buckets
 
 
+def _start(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dtype, group_name: str, packed: bool) -> fx.Node:
+    shards, label, world_size = [node.args[0] for node in nodes], nodes[0].args[1], nodes[0].args[4]
+    name = f"all_gather_{builder.bucket.index}"
+    return builder.call(START, ALL_GATHER_OP, shards, label, world_size, group_name, dtype, packed, name=name)
+
+
 def _gather_coalesced(
     builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dtype, group_name: str
 ) -> list[fx.Node]:
-    index, world_size = builder.bucket.index, nodes[0].args[4]
-    shards = [builder.cast(PREPARE, node.args[0], dtype) for node in nodes]  # type: ignore[arg-type]
-    start = builder.call(
-        START, c10d.all_gather_into_tensor_coalesced.default, shards, world_size, group_name, name=f"all_gather_{index}"
-    )
+    start = _start(builder, nodes, dtype, group_name, packed=False)
     items = [builder.call(WAIT, operator.getitem, start, i) for i in range(len(nodes))]
     waits = [builder.call(WAIT, c10d.wait_tensor.default, item) for item in items]
     return [_narrow(builder, wait, node.args[3]) for wait, node in zip(waits, nodes, strict=True)]  # type: ignore[arg-type]
 
 
 def _gather_packed(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dtype, group_name: str) -> list[fx.Node]:
-    index, world_size = builder.bucket.index, nodes[0].args[4]
-    shards = [builder.cast(PREPARE, node.args[0], dtype) for node in nodes]  # type: ignore[arg-type]
-    shapes = [tuple(shard.meta["val"].shape) for shard in shards]
-    flat = [builder.call(PREPARE, aten.view.default, shard, [-1]) for shard in shards]
-    packed = builder.call(PREPARE, aten.cat.default, flat)
-    start = builder.call(
-        START, c10d.all_gather_into_tensor.default, packed, world_size, group_name, name=f"all_gather_{index}"
-    )
-    wait = builder.call(WAIT, c10d.wait_tensor.default, start)
+    world_size = nodes[0].args[4]
+    start = _start(builder, nodes, dtype, group_name, packed=True)
+    wait = builder.call(WAIT, c10d.wait_tensor.default, builder.call(WAIT, operator.getitem, start, 0))
     table = builder.call(FINISH, aten.view.default, wait, [world_size, -1])
     results, offset = [], 0
-    for node, shape in zip(nodes, shapes, strict=True):
-        size = torch.Size(shape).numel()
+    for node in nodes:
+        shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+        size = shape.numel()
         rows = builder.call(FINISH, aten.slice.Tensor, table, 1, offset, offset + size)
         rows = builder.call(FINISH, aten.clone.default, rows, memory_format=torch.contiguous_format)
-        whole = builder.call(FINISH, aten.view.default, rows, [shape[0] * world_size, *shape[1:]])  # type: ignore[operator]
+        whole = builder.call(FINISH, aten.view.default, rows, [shape[0] * world_size, *shape[1:]])
         results.append(_narrow(builder, whole, node.args[3]))  # type: ignore[arg-type]
         offset += size
     return results

@@ -12,15 +12,13 @@ from fsdp_passes.ops import UNSHARD
 from fsdp_passes.passes._uses import ParameterUse
 
 
-def insert_unshard(
-    gm: fx.GraphModule, uses: Sequence[ParameterUse], *, labels: bool, reduce_group_suffix: str
-) -> list[int]:
+def insert_unshard(gm: fx.GraphModule, uses: Sequence[ParameterUse], *, reduce_group_suffix: str) -> list[int]:
     """Insert one `fsdp_passes::unshard` per parameter, before its first use.
 
     Before:  linear(x, weight)
     After:   unshard(weight_shard, label_0, ...) ; linear(x, unshard)
 
-    With `labels`, one input per unit is appended, in order of unit index: the unit's name as data.
+    One input per unit is appended, in order of unit index: the unit's identity as data (its label).
     `reduce_group_suffix` is appended to the group's name for the gradient's reduction.
 
     Requires: a graph straight from Dynamo. Does nothing without uses, or where they are gathered already.
@@ -31,14 +29,13 @@ def insert_unshard(
         return []
     label_nodes: dict[int, fx.Node] = {}
     label_from: list[int] = []
-    if labels:
-        last = gm.graph.find_nodes(op="placeholder")[-1]
-        for index in sorted({use.unit_index for use in uses}):
-            with gm.graph.inserting_after(last):
-                last = gm.graph.placeholder(f"label_{index}", type_expr=torch.Tensor)
-            set_dynamo_source(last)
-            label_nodes[index] = last
-            label_from.append(next(i for i, use in enumerate(uses) if use.unit_index == index))
+    last = gm.graph.find_nodes(op="placeholder")[-1]
+    for index in sorted({use.unit_index for use in uses}):
+        with gm.graph.inserting_after(last):
+            last = gm.graph.placeholder(f"label_{index}", type_expr=torch.Tensor)
+        set_dynamo_source(last)
+        label_nodes[index] = last
+        label_from.append(next(i for i, use in enumerate(uses) if use.unit_index == index))
 
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
     for use in uses:
@@ -49,7 +46,7 @@ def insert_unshard(
                 UNSHARD,
                 (
                     use.node,
-                    label_nodes.get(use.unit_index),
+                    label_nodes[use.unit_index],
                     use.unit_index,
                     param.rows,
                     param.world_size,

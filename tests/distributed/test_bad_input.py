@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -94,6 +95,14 @@ class TestFullyShard:
         with refused(model, errors.AlreadyShardedError, "Model"):
             fully_shard(model)
 
+    def test_a_container_without_a_forward(self) -> None:
+        model = Model()
+        parts = "expected a module with a forward", "units=['<path>.*']"
+        with refused(model, errors.NoForwardError, "layers (ModuleList)", *parts):
+            fully_shard(model, units=["layers"])
+        with refused(model, errors.NoForwardError, "ModuleList"):
+            fully_shard(model.layers)
+
     def test_a_parent_before_its_child(self) -> None:
         model = fully_shard(Model())
         parts = "'root'", "'weight'", "innermost modules first"
@@ -164,11 +173,11 @@ class TestFullyShard:
             fully_shard(model, units=["layers.*"])
 
     def test_a_parameter_that_a_module_also_keeps_in_a_list(self) -> None:
-        model = nn.ModuleDict({"rnn": nn.LSTM(4, 5), "head": nn.Linear(5, 2)})
+        model = nn.Sequential(OrderedDict(rnn=nn.LSTM(4, 5), head=nn.Linear(5, 2)))
         parts = "_flat_weights", "only reference", "ignored_params"
         with refused(model, errors.CapturedParameterError, "rnn.weight_ih_l0", *parts):
             fully_shard(model, units=["head"])
-        fully_shard(model, units=["head"], ignored_params=set(model["rnn"].parameters()))
+        fully_shard(model, units=["head"], ignored_params=set(model.rnn.parameters()))
 
     def test_a_pattern_that_matches_no_module(self) -> None:
         model = Model()

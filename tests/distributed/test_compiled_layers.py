@@ -45,7 +45,6 @@ def layers_in_an_eager_root(inner: str, units: list[str]) -> None:
     for index in range(4):
         for phase in ("forward", "backward"):
             assert f"FSDP:layers.{index}:{phase}_compute" in regions, "the shared graph names the unit that it runs for"
-        assert f"FSDP:layers.{index}:all_gather" not in regions, "the fallback gathered what the graph gathers itself"
     with recorded_collectives() as sent:
         model(*my_share(batches[0])).backward()
     assert sum(name.startswith("all_gather") for name in sent) == 2 * 4

@@ -10,11 +10,13 @@ import torch.distributed.fsdp as fsdp2
 from torch import Tensor, nn
 
 from fsdp_passes import fully_shard, overlap_fsdp
+from fsdp_passes.context import Phase
+from fsdp_passes.errors import DeviceError, NotAUnitError, PhaseError, StaleParametersError, UnitInUseError
 from fsdp_passes.pipeline import record_compilations
 from fsdp_passes.unit import unit_of
 from tests.models import Block, Transformer, token_batches
 from tests.ranks import RankPool
-from tests.training import assert_same, build, train
+from tests.training import assert_same, build, train, whole
 
 AOT = {"inner": "aot_eager"}
 
@@ -147,6 +149,60 @@ def unshard_and_reshard() -> None:
     assert_same(train(model, batches, sharded=True), train(reference, batches, sharded=False))
 
 
+def writes_between_forward_and_backward(compiled: bool) -> None:
+    model, reference = build(lambda: Transformer(hidden=125))
+    fully_shard(model, units=["layers.*"])
+    call = torch.compile(model, backend=overlap_fsdp, options=AOT) if compiled else model
+    batch = token_batches(1, 8, 16)[0]
+    loss = call(*batch)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0)
+    with pytest.raises(StaleParametersError, match="written since"):
+        loss.backward()
+    for param in model.parameters():
+        param.grad = None
+    batches = token_batches(2, 8, 16)
+    assert_same(train(model, batches, sharded=True, call=call), train(reference, batches, sharded=False))
+
+
+def backward_twice() -> None:
+    """With the graph retained, gradients add up as they do unsharded."""
+    model, reference = build(lambda: Transformer(hidden=125))
+    fully_shard(model, units=["layers.*"])
+    batch = token_batches(1, 8, 16)[0]
+    for module in (model, reference):
+        loss = module(*batch)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(param.grad), other.grad, rtol=0, atol=1e-5, msg=name)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def resharding_in_use() -> None:
+    model, _ = build(lambda: Transformer(hidden=125))
+    fully_shard(model, units=["layers.*"])
+    handle = model.layers[1].up.register_forward_hook(lambda *_: model.layers[1].reshard())
+    batch = token_batches(1, 8, 16)[0]
+    with pytest.raises(UnitInUseError, match=r"layers\.1.*forward running"):
+        model(*batch)
+    handle.remove()
+    model(*batch).backward()
+    with pytest.raises(NotAUnitError):
+        model.layers[0].set_modules_to_forward_prefetch([model.layers[1], model.norm])
+    unit, other = unit_of(model.layers[0]), unit_of(model.layers[1])
+    assert unit is not None
+    assert other is not None
+    unit.context.enter(unit, Phase.BACKWARD)
+    with pytest.raises(PhaseError, match=r"layers\.0.*'backward'.*'forward'"):
+        unit.context.enter(unit, Phase.FORWARD)
+    unit.context.enter(unit, Phase.RESTING)
+    with pytest.raises(DeviceError, match=r"layers\.1.*on cpu.*on meta"):
+        unit.context.check_device(other, torch.device("meta"))
+
+
 def at_most_two_units_are_whole() -> int:
     """Most nested units whose storage is allocated at once during two steps."""
     model, _ = build(lambda: Transformer(hidden=125, layers=5))
@@ -181,7 +237,9 @@ def test_eager_training_on_four_ranks(four_ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("kind", ["graph break", "disabled layer", "disabled child"])
 def test_a_model_with_graph_breaks_trains(two_ranks: RankPool, kind: str) -> None:
-    assert len(two_ranks.run(f"{HERE}:partly_compiled", kind=kind)[0]) > 1
+    # A disabled layer leaves a loop that cannot be resumed: Dynamo compiles the other layers, with one artifact.
+    num_graphs = len(two_ranks.run(f"{HERE}:partly_compiled", kind=kind)[0])
+    assert num_graphs == 1 if kind == "disabled layer" else num_graphs > 1
 
 
 def test_layers_compiled_on_their_own_share_one_artifact(two_ranks: RankPool) -> None:
@@ -210,6 +268,19 @@ def test_the_next_unit_is_gathered_while_one_computes(two_ranks: RankPool) -> No
 
 def test_unshard_and_reshard_by_hand(two_ranks: RankPool) -> None:
     two_ranks.run(f"{HERE}:unshard_and_reshard")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_write_between_forward_and_backward_is_refused(two_ranks: RankPool, compiled: bool) -> None:
+    two_ranks.run(f"{HERE}:writes_between_forward_and_backward", compiled=compiled)
+
+
+def test_two_backwards_of_one_forward_add_up(two_ranks: RankPool) -> None:
+    two_ranks.run(f"{HERE}:backward_twice")
+
+
+def test_wrong_uses_are_refused_by_name(two_ranks: RankPool) -> None:
+    two_ranks.run(f"{HERE}:resharding_in_use")
 
 
 def test_at_most_two_units_are_whole_at_once(two_ranks: RankPool) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fsdp_passes import fully_shard
 from fsdp_passes.pipeline import record_compilations
+from fsdp_passes.unit import unit_of
 from tests.distributed.checks import WAYS, assert_trains_as_unsharded, call_of, collectives, compiled, float_batches
 from tests.ranks import RankPool
 from tests.training import assert_same, build, my_share, recorded_collectives, train, whole
@@ -71,6 +72,25 @@ def lora_as_a_whole(way: str) -> None:
             assert torch.equal(found.params[name], value), name
 
 
+def whole_blocks_in_a_backward() -> int:
+    """The most blocks that are gathered at once while the fallback runs a backward."""
+    model = LoraModel(layers=6)
+    fully_shard(model, units=["layers.*"])
+    units = [unit_of(layer) for layer in model.layers]
+    most = 0
+
+    def count(*_: object) -> None:
+        nonlocal most
+        gathered = [p.placeholder.untyped_storage().size() > 0 for unit in units if unit for p in unit.params[:1]]
+        most = max(most, sum(gathered))
+
+    for layer in model.layers:
+        layer.up.register_full_backward_hook(count)
+    for batch in float_batches(2, 8, 16):
+        model(*my_share(batch)).backward()
+    return most
+
+
 def lora_blocks_compiled_one_by_one() -> None:
     """The root has no parameter of its own here: it only calls one compiled block after another."""
     model, reference = build(lambda: nn.Sequential(*(LoraBlock() for _ in range(4))))
@@ -99,6 +119,10 @@ def lora_blocks_compiled_one_by_one() -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_lora_reduces_adapters_only_and_leaves_the_base_as_it_was(two_ranks: RankPool, way: str) -> None:
     two_ranks.run(f"{HERE}:lora_as_a_whole", way=way)
+
+
+def test_blocks_with_frozen_weights_are_released_as_the_backward_of_the_fallback_passes(two_ranks: RankPool) -> None:
+    assert two_ranks.run(f"{HERE}:whole_blocks_in_a_backward") == [2, 2]
 
 
 def test_lora_blocks_compiled_one_by_one_compile_once_per_kind_of_input(two_ranks: RankPool) -> None:

@@ -304,7 +304,7 @@ class ReturnsWeight(nn.Module):
         return x, self.layers[0].weight, self.layers[1].weight.t()
 
 
-def returned_weight() -> None:
+def returned_weight(way: str) -> None:
     model, reference = build(ReturnsWeight)
     fully_shard(model, units=["layers.*"])
 
@@ -316,18 +316,16 @@ def returned_weight() -> None:
         return loss
 
     batches = float_batches(3, 8, DIM)
-    found = train(model, batches, sharded=True, call=loss_of(call_of(model, "aot_eager")))
+    found = train(model, batches, sharded=True, call=loss_of(call_of(model, way)))
     assert_same(found, train(reference, batches, sharded=False, call=loss_of(reference)))
-    _, first, second = call_of(model, "aot_eager")(my_share(batches[0])[0])
+    _, first, second = call_of(model, way)(my_share(batches[0])[0])
     assert torch.equal(first, whole(model.layers[0].weight))
     assert torch.equal(second, whole(model.layers[1].weight).t())
 
 
-@pytest.mark.xfail(
-    run=False, reason="compiled code that returns a parameter hands out its empty placeholder; reading it crashes"
-)
-def test_a_weight_that_a_compiled_forward_returns_carries_its_gradient_back(two_ranks: RankPool) -> None:
-    two_ranks.run(f"{HERE}:returned_weight")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_that_a_forward_returns_carries_its_gradient_back(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:returned_weight", way=way)
 
 
 # ---- buffers ---------------------------------------------------------------------------------------------------------

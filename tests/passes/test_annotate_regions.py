@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -13,12 +15,13 @@ from fsdp_passes.passes.bucket_all_gathers import bucket_all_gathers
 from fsdp_passes.passes.bucket_reduce_scatters import bucket_reduce_scatters
 from fsdp_passes.passes.schedule_one_layer_ahead import schedule_one_layer_ahead
 from fsdp_passes.pipeline import graph_text
-from fsdp_passes.regions import encode_label, num_open_regions
+from fsdp_passes.regions import num_open_regions
 from tests.graphs import (
     TinyTransformer,
     assert_keeps_values,
     changes,
     compile_step,
+    label_named,
     reduce_grad,
     steps,
     trace,
@@ -44,13 +47,14 @@ def annotate(graph: fx.Graph, is_backward: bool = False) -> int:
 
 def annotated(function: object, *inputs: Tensor, num_labels: int, is_backward: bool = False) -> str:
     """The steps of `function(*inputs)` after all passes; its last inputs are the labels."""
-    labels = [encode_label(f"unit{unit}") for unit in range(num_labels)]
+    labels = [label_named(f"unit{unit}") for unit in range(num_labels)]
     graph = trace(function, *inputs, *labels).graph
     lower(graph)
     num_regions = annotate(graph, is_backward)
     graph.lint()
-    text = steps(graph)
-    assert text.count("open(") == text.count("close(") == num_regions
+    text, lines = steps(graph), graph_text(graph).splitlines()
+    num_starts = sum(line.startswith("region_begin") and not line.endswith("_compute')") for line in lines)
+    assert text.count("open(") == text.count("close(") == num_regions - num_starts
     return text
 
 
@@ -63,8 +67,8 @@ def test_golden_forward() -> None:
 all_gather_0.start all_gather_1.start all_gather_0.wait open(primals_11) embedding close(primals_11)
 all_gather_2.start all_gather_1.wait open(primals_12) native_layer_norm mm gelu add close(primals_12)
 all_gather_3.start all_gather_2.wait open(primals_13) native_layer_norm_1 mm_1 gelu_1 add_1 close(primals_13)
-all_gather_3.wait open(primals_14) native_layer_norm_2 mm_2 gelu_2 add_2 close(primals_14) open(primals_11)
-native_layer_norm_3 mm_3 close(primals_11)""",
+start_next all_gather_3.wait open(primals_14) native_layer_norm_2 mm_2 gelu_2 add_2 close(primals_14)
+open(primals_11) native_layer_norm_3 mm_3 close(primals_11)""",
     )
 
 
@@ -78,19 +82,42 @@ all_gather_0.start open(primals_11) mm_4 mm_5 native_layer_norm_backward gelu_ba
 open(primals_14) mm_6 all_gather_1.start all_gather_0.wait mm_7 native_layer_norm_backward_1
 reduce_scatter_0.start add_3 gelu_backward_1 close(primals_14) open(primals_13) mm_8 all_gather_2.start
 all_gather_1.wait mm_9 native_layer_norm_backward_2 reduce_scatter_1.start reduce_scatter_0.wait add_4
-gelu_backward_2 close(primals_13) open(primals_12) mm_10 all_gather_2.wait mm_11 native_layer_norm_backward_3
-reduce_scatter_2.start reduce_scatter_1.wait add_5 close(primals_12) open(primals_11) embedding_dense_backward
-close(primals_11) reduce_scatter_3.start reduce_scatter_2.wait reduce_scatter_3.wait""",
+gelu_backward_2 close(primals_13) open(primals_12) mm_10 start_next all_gather_2.wait mm_11
+native_layer_norm_backward_3 reduce_scatter_2.start reduce_scatter_1.wait add_5 close(primals_12)
+open(primals_11) embedding_dense_backward close(primals_11) reduce_scatter_3.start reduce_scatter_2.wait
+reduce_scatter_3.wait""",
     )
 
 
 @pytest.mark.usefixtures("eight_fake_ranks")
 def test_nothing_but_regions_is_inserted() -> None:
     for graph in transformer_record().graphs:
-        inserted = changes(graph.passes["schedule_one_layer_ahead"], graph.passes["annotate_regions"]).splitlines()
-        assert len(inserted) == 10
+        inserted = changes(graph.passes["prefetch_across_graphs"], graph.passes["annotate_regions"]).splitlines()
+        starts = (
+            {"all_gather": 4, "reduce_scatter": 0}
+            if graph.phase == "forward"
+            else {"all_gather": 3, "reduce_scatter": 4}
+        )
+        assert len(inserted) == 2 * (5 + sum(starts.values()))
         assert all(line.startswith("+region_") for line in inserted)
         assert sum(f"'{graph.phase}_compute'" in line for line in inserted) == 5
+        for kind, num_starts in starts.items():
+            assert sum(f"'{kind}'" in line for line in inserted) == num_starts
+
+
+@pytest.mark.usefixtures("eight_fake_ranks")
+def test_each_start_lies_alone_in_a_region_of_its_unit() -> None:
+    for graph in transformer_record().graphs:
+        lines = graph.passes["annotate_regions"].splitlines()
+        starts = [i for i, line in enumerate(lines) if re.match(r"(all_gather|reduce_scatter)_\d+ = ", line)]
+        assert len(starts) == (4 if graph.phase == "forward" else 7)
+        for i in starts:
+            begin = re.fullmatch(r"region_begin\w* = \S*region_begin\S*\((\w+), '(\w+)'\)", lines[i - 1])
+            end = re.fullmatch(r"region_end\w* = \S*region_end\S*\((\w+)\)", lines[i + 1])
+            assert begin is not None
+            assert end is not None
+            assert begin[1] == end[1]
+            assert lines[i].startswith(begin[2])
 
 
 @pytest.mark.usefixtures("eight_fake_ranks")
@@ -103,7 +130,7 @@ def test_without_labels_nothing_changes() -> None:
 
 
 def test_without_units_nothing_changes() -> None:
-    graph = trace(lambda x, label_0: x @ x.t(), X, encode_label("unit0")).graph
+    graph = trace(lambda x, label_0: x @ x.t(), X, label_named("unit0")).graph
     before = graph_text(graph)
     assert annotate(graph) == 0
     assert graph_text(graph) == before
@@ -111,9 +138,9 @@ def test_without_units_nothing_changes() -> None:
 
 @pytest.mark.usefixtures("eight_fake_ranks")
 def test_annotating_again_changes_nothing() -> None:
-    graph = trace(lambda shard, x, label_0: x @ unshard(shard, 0), SHARD, X, encode_label("unit0")).graph
+    graph = trace(lambda shard, x, label_0: x @ unshard(shard, 0), SHARD, X, label_named("unit0")).graph
     lower(graph)
-    assert annotate(graph) == 1
+    assert annotate(graph) == 2
     before = graph_text(graph)
     assert annotate(graph) == 0
     assert graph_text(graph) == before
@@ -122,7 +149,7 @@ def test_annotating_again_changes_nothing() -> None:
 @pytest.mark.usefixtures("eight_fake_ranks")
 def test_nvtx_false_leaves_the_pass_out() -> None:
     for graph in transformer_record(nvtx=False).graphs:
-        assert list(graph.passes)[-1] == "schedule_one_layer_ahead"
+        assert list(graph.passes)[-1] == "prefetch_across_graphs"
         assert "region" not in graph.passes["schedule_one_layer_ahead"]
         assert "uint8[256]" not in graph.passes["schedule_one_layer_ahead"]
 
@@ -219,17 +246,20 @@ def test_the_annotated_graph_computes_the_same_values_and_opens_each_region() ->
     def function(a: Tensor, b: Tensor, x: Tensor, label_0: Tensor, label_1: Tensor) -> Tensor:
         return (x @ unshard(a, 0, world_size=1)).relu() @ unshard(b, 1, world_size=1)
 
-    inputs = [torch.randn(8, 8), torch.randn(8, 8), X, encode_label("layers.0"), encode_label("layers.1")]
+    inputs = [torch.randn(8, 8), torch.randn(8, 8), X, label_named("layers.0"), label_named("layers.1")]
     gm = trace(function, *inputs)
 
     def lower_and_annotate(graph: fx.Graph) -> None:
         lower(graph)
-        assert annotate(graph) == 2
+        assert annotate(graph) == 4
 
     assert_keeps_values(gm, inputs, lower_and_annotate)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         gm(*inputs)
     events = sorted(profiler.events(), key=lambda event: event.time_range.start)
     names = [event.name for event in events if event.name.startswith("FSDP:") or event.name == "aten::mm"]
-    assert names == ["FSDP:layers.0:forward_compute", "aten::mm", "FSDP:layers.1:forward_compute", "aten::mm"]
+    assert names == [
+        *("FSDP:layers.0:all_gather", "FSDP:layers.1:all_gather"),
+        *("FSDP:layers.0:forward_compute", "aten::mm", "FSDP:layers.1:forward_compute", "aten::mm"),
+    ]
     assert num_open_regions() == 0

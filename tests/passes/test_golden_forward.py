@@ -29,10 +29,10 @@ primals_7: float32[1] = input
 primals_8: float32[1, 8] = input
 primals_9: float32[1] = input
 primals_10: float32[2, 8] = input
-primals_11: uint8[256] = input
-primals_12: uint8[256] = input
-primals_13: uint8[256] = input
-primals_14: uint8[256] = input
+primals_11: int64[1] = input
+primals_12: int64[1] = input
+primals_13: int64[1] = input
+primals_14: int64[1] = input
 unshard: float32[10, 8] = unshard(primals_2, primals_11, 0, 10, 8, '0', '0', float32, float32, False)
 embedding: float32[4, 8] = aten.embedding(unshard, primals_1)
 unshard_1: float32[8] = unshard(primals_3, primals_12, 1, 8, 8, '0', '0', float32, float32, True)
@@ -96,12 +96,16 @@ primals_7: float32[1] = input
 primals_8: float32[1, 8] = input
 primals_9: float32[1] = input
 primals_10: float32[2, 8] = input
-primals_11: uint8[256] = input
-primals_12: uint8[256] = input
-primals_13: uint8[256] = input
-primals_14: uint8[256] = input
-all_gather_0 = all_gather_into_tensor_coalesced([primals_2, primals_9, primals_10], 8, '0')
-all_gather_1 = all_gather_into_tensor_coalesced([primals_3, primals_4], 8, '0')
+primals_11: int64[1] = input
+primals_12: int64[1] = input
+primals_13: int64[1] = input
+primals_14: int64[1] = input
+region_begin_default_5 = region_begin(primals_11, 'all_gather')
+all_gather_0 = all_gather_ahead([primals_2, primals_9, primals_10], primals_11, 8, '0', float32, False, False)
+region_end_default_5 = region_end(primals_11)
+region_begin_default_6 = region_begin(primals_12, 'all_gather')
+all_gather_1 = all_gather([primals_3, primals_4], primals_12, 8, '0', float32, False)
+region_end_default_6 = region_end(primals_12)
 getitem_12: float32[16, 8] = getitem(all_gather_0, 0)
 getitem_13: float32[8] = getitem(all_gather_0, 1)
 getitem_14: float32[16, 8] = getitem(all_gather_0, 2)
@@ -113,7 +117,9 @@ slice_tensor_1: float32[10, 8] = aten.slice.Tensor(wait_tensor_default_2, 0, 0, 
 region_begin_default = region_begin(primals_11, 'forward_compute')
 embedding: float32[4, 8] = aten.embedding(slice_tensor, primals_1)
 region_end_default = region_end(primals_11)
-all_gather_2 = all_gather_into_tensor_coalesced([primals_5, primals_6], 8, '0')
+region_begin_default_7 = region_begin(primals_13, 'all_gather')
+all_gather_2 = all_gather([primals_5, primals_6], primals_13, 8, '0', float32, False)
+region_end_default_7 = region_end(primals_13)
 getitem_15: float32[8] = getitem(all_gather_1, 0)
 getitem_16: float32[8, 8] = getitem(all_gather_1, 1)
 wait_tensor_default_3: float32[8] = wait_tensor(getitem_15)
@@ -128,7 +134,9 @@ mm: float32[4, 8] = aten.mm(getitem, t)
 gelu: float32[4, 8] = aten.gelu(mm)
 add: float32[4, 8] = aten.add.Tensor(embedding, gelu)
 region_end_default_1 = region_end(primals_12)
-all_gather_3 = all_gather_into_tensor_coalesced([primals_7, primals_8], 8, '0')
+region_begin_default_8 = region_begin(primals_14, 'all_gather')
+all_gather_3 = all_gather([primals_7, primals_8], primals_14, 8, '0', float32, False)
+region_end_default_8 = region_end(primals_14)
 getitem_17: float32[8] = getitem(all_gather_2, 0)
 getitem_18: float32[8, 8] = getitem(all_gather_2, 1)
 wait_tensor_default_5: float32[8] = wait_tensor(getitem_17)
@@ -143,6 +151,7 @@ mm_1: float32[4, 8] = aten.mm(getitem_3, t_1)
 gelu_1: float32[4, 8] = aten.gelu(mm_1)
 add_1: float32[4, 8] = aten.add.Tensor(add, gelu_1)
 region_end_default_2 = region_end(primals_13)
+start_next_graph_default = start_next_graph(primals_11)
 getitem_19: float32[8] = getitem(all_gather_3, 0)
 getitem_20: float32[8, 8] = getitem(all_gather_3, 1)
 wait_tensor_default_7: float32[8] = wait_tensor(getitem_19)
@@ -180,6 +189,7 @@ def test_the_passes_run_in_this_order() -> None:
             "bucket_all_gathers",
             "bucket_reduce_scatters",
             "schedule_one_layer_ahead",
+            "prefetch_across_graphs",
             "annotate_regions",
         ]
 

@@ -20,12 +20,10 @@ from tests.graphs import TinyTransformer, dynamo_graph, sharded_transformer, sho
 from tests.ranks import RankPool
 
 
-def insert(
-    model: object, *inputs: Tensor, labels: bool = True, suffix: str = ""
-) -> tuple[fx.GraphModule, list[object], list[int]]:
+def insert(model: object, *inputs: Tensor, suffix: str = "") -> tuple[fx.GraphModule, list[object], list[int]]:
     gm, example_inputs = dynamo_graph(model, *inputs)
     uses = find_parameter_uses(gm, example_inputs)
-    return gm, example_inputs, insert_unshard(gm, uses, labels=labels, reduce_group_suffix=suffix)
+    return gm, example_inputs, insert_unshard(gm, uses, reduce_group_suffix=suffix)
 
 
 def unshards(gm: fx.GraphModule) -> list[fx.Node]:
@@ -36,7 +34,7 @@ def unshards(gm: fx.GraphModule) -> list[fx.Node]:
 def test_golden_dynamo_graph_of_one_layer() -> None:
     gm, example_inputs = dynamo_graph(sharded_transformer(layers=1), torch.arange(4))
     uses = find_parameter_uses(gm, example_inputs)
-    assert insert_unshard(gm, uses, labels=True, reduce_group_suffix="") == [0, 1]
+    assert insert_unshard(gm, uses, reduce_group_suffix="") == [0, 1]
     text = graph_text(gm.graph)
     # Dynamo's own names differ between releases.
     names = {use.node.name: use.param.qualified_name for use in uses}
@@ -70,12 +68,11 @@ return [v11]""",
     )
 
 
-@pytest.mark.parametrize("labels", [False, True])
 @pytest.mark.usefixtures("eight_fake_ranks")
-def test_without_uses_nothing_is_inserted(labels: bool) -> None:
+def test_without_uses_nothing_is_inserted() -> None:
     gm, _ = dynamo_graph(TinyTransformer(), torch.arange(4))
     before = graph_text(gm.graph)
-    assert insert_unshard(gm, [], labels=labels, reduce_group_suffix="") == []
+    assert insert_unshard(gm, [], reduce_group_suffix="") == []
     assert graph_text(gm.graph) == before
 
 
@@ -83,26 +80,17 @@ def test_a_graph_without_inputs_is_left_alone() -> None:
     graph = fx.Graph()
     graph.output(graph.call_function(torch.ones, ((2,),)))
     gm = fx.GraphModule(nn.Module(), graph)
-    assert insert_unshard(gm, [], labels=True, reduce_group_suffix="") == []
+    assert insert_unshard(gm, [], reduce_group_suffix="") == []
 
 
-@pytest.mark.parametrize("labels", [False, True])
 @pytest.mark.usefixtures("eight_fake_ranks")
-def test_inserting_again_changes_nothing(labels: bool) -> None:
+def test_inserting_again_changes_nothing() -> None:
     gm, example_inputs = dynamo_graph(sharded_transformer(), torch.arange(4))
     uses = find_parameter_uses(gm, example_inputs)
-    insert_unshard(gm, uses, labels=labels, reduce_group_suffix="")
+    insert_unshard(gm, uses, reduce_group_suffix="")
     before = graph_text(gm.graph)
-    assert insert_unshard(gm, uses, labels=labels, reduce_group_suffix="") == []
+    assert insert_unshard(gm, uses, reduce_group_suffix="") == []
     assert graph_text(gm.graph) == before
-
-
-@pytest.mark.usefixtures("eight_fake_ranks")
-def test_without_labels_no_input_is_added() -> None:
-    gm, example_inputs, label_from = insert(sharded_transformer(), torch.arange(4), labels=False)
-    assert label_from == []
-    assert len(gm.graph.find_nodes(op="placeholder")) == len(example_inputs)
-    assert {node.args[1] for node in unshards(gm)} == {None}
 
 
 @pytest.mark.usefixtures("eight_fake_ranks")

@@ -103,7 +103,7 @@ def gathers_of_saved_weights(forward: GraphRecord) -> set[str]:
     gather_of: dict[str, str] = {}
     for line in lines:
         name = re.match(r"\w+", line)[0]
-        if "all_gather_into_tensor_coalesced" in line:
+        if re.match(r"all_gather_\d+ = ", line):
             gather_of[name] = name
         elif (match := _SAME_WEIGHT.match(line)) and match[2] in gather_of:
             gather_of[name] = gather_of[match[2]]
@@ -111,7 +111,7 @@ def gathers_of_saved_weights(forward: GraphRecord) -> set[str]:
 
 
 def num_gathers(graph: GraphRecord) -> int:
-    return graph.passes["annotate_regions"].count("all_gather_into_tensor_coalesced")
+    return len(re.findall(r"^all_gather_\d+ = ", graph.passes["annotate_regions"], re.MULTILINE))
 
 
 ROOT_ONLY = {"all_gather_0"}  # the root is gathered first and keeps its weights

@@ -1,0 +1,99 @@
+"""The backward half of the eager fallback."""
+
+from __future__ import annotations
+
+import functools
+
+from fsdp_passes._torch_compat import call_after_backward
+from fsdp_passes.context import FsdpContext, Phase
+from fsdp_passes.errors import StaleParametersError
+from fsdp_passes.gather_ops import drop_started
+from fsdp_passes.gathering import finish_gather, release, start_ahead, start_gather
+from fsdp_passes.parameter import FsdpParameter
+from fsdp_passes.reduction import reduce_gradients
+from fsdp_passes.regions import BACKWARD_COMPUTE, region_name
+from fsdp_passes.unit import FsdpUnit
+
+
+def pre_backward(unit: FsdpUnit) -> None:
+    context = unit.context
+    _queue_end_of_backward(context)
+    if context.phase(unit) is Phase.BACKWARD:
+        return
+    context.enter(unit, Phase.BACKWARD)
+    unit.ready_grads.clear()
+    unit.has_input_grads = unit.are_grads_reduced = False
+    for owner in (unit, *unit.borrows_from):
+        start_gather(owner)
+        if owner.forward_versions is not None and owner.forward_versions != owner.gathered_versions:
+            raise StaleParametersError(owner.display_name)
+    start_ahead(unit, unit.backward_prefetch, context.next_in_backward(unit), is_backward=True)
+    # Behind the all-gather: somebody waits for that soon, and on one stream it would queue behind the reductions.
+    context.drain_delayed_reductions(0)
+    # One reduction may stay on the wire while this unit computes; older ones have had a whole unit's time.
+    context.finish_reductions(1)
+    for owner in (unit, *unit.borrows_from):
+        finish_gather(owner)
+    context.switch_backward_region(region_name(unit.display_name, BACKWARD_COMPUTE))
+
+
+def _queue_end_of_backward(context: FsdpContext) -> None:
+    if not context.is_backward_callback_queued:
+        context.is_backward_callback_queued = True
+        call_after_backward(functools.partial(_end_backward, context))
+
+
+def watch_gradient(param: FsdpParameter) -> None:
+    """Learn when the parameter's gradient is complete. Registered once for each placeholder."""
+    if not getattr(param.placeholder, "_fsdp_is_watched", False) and param.placeholder.requires_grad:
+        param.placeholder._fsdp_is_watched = True  # type: ignore[attr-defined]
+        param.placeholder.register_post_accumulate_grad_hook(lambda _: _gradient_is_ready(param))
+
+
+def _gradient_is_ready(param: FsdpParameter) -> None:
+    unit = param.unit
+    _queue_end_of_backward(unit.context)
+    unit.ready_grads.add(param)
+    trainable = [other for other in unit.params if other.placeholder.requires_grad]
+    if len(unit.ready_grads) < len(trainable):
+        return
+    reduce_gradients(unit, trainable)
+    unit.ready_grads.clear()
+    unit.are_grads_reduced = True
+    if len(trainable) == len(unit.params) or unit.has_input_grads:
+        _finish_backward(unit)
+
+
+def unit_has_input_gradients(unit: FsdpUnit) -> None:
+    """The gradients of the unit's inputs are made; with those of its trainable parameters, its backward is over."""
+    unit.has_input_grads = True
+    if unit.are_grads_reduced or not any(param.placeholder.requires_grad for param in unit.params):
+        _finish_backward(unit)
+        # The gather of the unit before the next one has been started by now: nothing else would drain it for a while.
+        unit.context.drain_delayed_releases(0)
+
+
+def _finish_backward(unit: FsdpUnit) -> None:
+    release(unit)
+    unit.context.finished_backward.append(unit)
+    unit.context.enter(unit, Phase.RESTING)
+
+
+def _end_backward(context: FsdpContext) -> None:
+    """Finish what the hooks could not: units with unused parameters, or with frozen ones and no input that needs a
+    gradient; the last reductions and releases."""
+    context.is_backward_callback_queued = False
+    context.switch_backward_region(None)
+    for unit in context.units:
+        with_grads = [param for param in unit.params if param.placeholder.grad is not None]
+        if with_grads:
+            reduce_gradients(unit, with_grads)
+        unit.ready_grads.clear()
+        release(unit)
+    drop_started(context)
+    context.phases.clear()
+    context.on_demand.clear()
+    context.finished_backward.clear()
+    context.drain_delayed_reductions(0)
+    context.finish_reductions(0)
+    context.drain_delayed_releases(0)

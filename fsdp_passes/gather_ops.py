@@ -1,0 +1,191 @@
+"""The all-gather of compiled graphs, and its start ahead of the graph that needs it.
+
+`all_gather` casts the shards and starts one collective; `wait_tensor` waits for each result. `all_gather_ahead` is the
+same for the first unit of a graph: the graph before it, or an eager unit, may have started it already.
+`start_next_graph` is where it does so.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_passes._torch_compat import foreach_copy, is_in_backward
+from fsdp_passes.lookahead import Entry
+from fsdp_passes.ops import c10d, library
+from fsdp_passes.parameter import FsdpParameter
+from fsdp_passes.regions import ALL_GATHER_REGION, label_owner, pop_region, push_region, region_name
+from fsdp_passes.unit import FsdpUnit
+
+if TYPE_CHECKING:
+    from fsdp_passes.context import FsdpContext
+
+
+class GatherRequest(NamedTuple):
+    """One collective of a unit: which parameters, and how they travel."""
+
+    params: tuple[FsdpParameter, ...]
+    world_size: int
+    group_name: str
+    dtype: torch.dtype
+    packed: bool
+
+
+def _start(shards: list[Tensor], world_size: int, group_name: str, dtype: torch.dtype, packed: bool) -> list[Tensor]:
+    """Start the collective. The results are undefined until `wait_tensor` was called on each.
+
+    The casts belong to this operator and not to the graph: all of them are one kernel, and a compiler that owned the
+    cast shards could give their memory away while the collective still reads it.
+    """
+    if packed:
+        sizes = [shard.numel() for shard in shards]
+        flat = shards[0].new_empty(sum(sizes), dtype=dtype)
+        parts = [part.view(shard.shape) for part, shard in zip(flat.split(sizes), shards, strict=True)]
+        foreach_copy(parts, shards)
+        return [c10d.all_gather_into_tensor(flat, world_size, group_name)]
+    if any(shard.dtype != dtype or not shard.is_contiguous() for shard in shards):
+        cast = [torch.empty(shard.shape, dtype=dtype, device=shard.device) for shard in shards]
+        foreach_copy(cast, shards)
+        shards = cast
+    gathered: list[Tensor] = c10d.all_gather_into_tensor_coalesced(shards, world_size, group_name)
+    return gathered
+
+
+def _all_gather(
+    shards: list[Tensor], label: Tensor | None, world_size: int, group_name: str, dtype: torch.dtype, packed: bool
+) -> list[Tensor]:
+    return _start(shards, world_size, group_name, dtype, packed)
+
+
+def _all_gather_ahead(
+    shards: list[Tensor],
+    label: Tensor,
+    world_size: int,
+    group_name: str,
+    dtype: torch.dtype,
+    packed: bool,
+    is_backward: bool,
+) -> list[Tensor]:
+    unit = _unit_of(label)
+    params = _params_of(unit, shards) if unit is not None else ()
+    if unit is None or not params:
+        return _start(shards, world_size, group_name, dtype, packed)
+    request = GatherRequest(params, world_size, group_name, dtype, packed)
+    _enter(unit, request, is_backward)
+    copies = None if packed else _copies_of_gathered(unit, params)
+    if copies is not None:
+        return copies
+    started = unit.context.lookahead.started
+    found = started.pop(request, None)
+    drop_started(unit.context, keep=unit)
+    if found is not None:
+        versions, gathered = found
+        if versions == [param.values_version for param in params]:
+            return gathered
+        _wait(gathered)  # an optimizer stepped in between
+    return _start(shards, world_size, group_name, dtype, packed)
+
+
+def _unit_of(label: Tensor) -> FsdpUnit | None:
+    owner = label_owner(label)
+    return owner if isinstance(owner, FsdpUnit) else None
+
+
+def _params_of(unit: FsdpUnit, shards: list[Tensor]) -> tuple[FsdpParameter, ...]:
+    """The unit's parameters behind the shards; () when one of them is no longer a parameter's."""
+    by_address = {param.padded_local.data_ptr(): param for param in unit.params}
+    found = [by_address.get(shard.data_ptr()) for shard in shards]
+    return tuple(param for param in found if param is not None) if None not in found else ()
+
+
+def _copies_of_gathered(unit: FsdpUnit, params: tuple[FsdpParameter, ...]) -> list[Tensor] | None:
+    """The values that the eager fallback has gathered, if it has: a graph inside an eager unit needs no second gather.
+
+    Copies, since a compiled graph may reuse the memory of its own tensors.
+    """
+    if not unit.is_unsharded or unit.gathered_versions != [param.values_version for param in unit.params]:
+        return None
+    return [param.gathered().clone() for param in params]
+
+
+def _enter(unit: FsdpUnit, request: GatherRequest, is_backward: bool) -> None:
+    """Tell the context that a graph has begun. A unit with two dtypes calls this twice."""
+    context = unit.context
+    lookahead = context.lookahead
+    if lookahead.open_requests is not None:
+        lookahead.open_requests.append(request)
+        return
+    requests = lookahead.open_requests = [request]
+    in_backward = is_in_backward()
+    is_grad_enabled = in_backward or context.is_grad_enabled
+    entry = Entry(request, True, is_backward, in_backward, is_grad_enabled)
+    if lookahead.enter(entry, functools.partial(_start_ahead, unit, requests)):
+        drop_started(context)
+
+
+def _start_ahead(unit: FsdpUnit, requests: list[GatherRequest]) -> None:
+    drop_started(unit.context)
+    push_region(region_name(unit.display_name, ALL_GATHER_REGION))
+    for request in requests:
+        shards = [param.shard() for param in request.params]
+        versions = [param.values_version for param in request.params]
+        gathered = _start(shards, request.world_size, request.group_name, request.dtype, request.packed)
+        unit.context.lookahead.started[request] = (versions, gathered)
+    pop_region()
+
+
+def drop_started(context: FsdpContext, keep: FsdpUnit | None = None) -> None:
+    """Wait for gathers that were started ahead and that nothing needs after all, and drop their results."""
+    started = context.lookahead.started
+    for request in [request for request in started if request.params[0].unit is not keep]:
+        _, gathered = started.pop(request)
+        _wait(gathered)
+
+
+def _wait(gathered: list[Tensor]) -> None:
+    for tensor in gathered:
+        c10d.wait_tensor(tensor)
+
+
+def _start_next_graph(label: Tensor) -> None:
+    unit = _unit_of(label)
+    if unit is not None:
+        unit.context.lookahead.open_requests = None
+        unit.context.lookahead.start_next()
+
+
+_SHARED = "Tensor[] shards, Tensor? label, int world_size, str group_name, ScalarType dtype, bool packed"
+library.define(f"all_gather({_SHARED}) -> Tensor[]")
+library.define(f"all_gather_ahead({_SHARED}, bool is_backward) -> Tensor[]")
+# Declared to write the label, like a region, so that no compiler removes it.
+library.define("start_next_graph(Tensor(a!) label) -> ()")
+library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
+library.impl("all_gather_ahead", _all_gather_ahead, "CompositeExplicitAutograd")
+library.impl("start_next_graph", _start_next_graph, "CompositeExplicitAutograd")
+
+
+def _fake(
+    shards: list[Tensor],
+    label: Tensor | None,
+    world_size: int,
+    group_name: str,
+    dtype: torch.dtype,
+    packed: bool,
+    is_backward: bool = False,
+) -> list[Tensor]:
+    if packed:
+        return [shards[0].new_empty(world_size * sum(shard.numel() for shard in shards), dtype=dtype)]
+    return [shard.new_empty((shard.shape[0] * world_size, *shard.shape[1:]), dtype=dtype) for shard in shards]
+
+
+torch.library.register_fake("fsdp_passes::all_gather", _fake, lib=library)
+torch.library.register_fake("fsdp_passes::all_gather_ahead", _fake, lib=library)
+torch.library.register_fake("fsdp_passes::start_next_graph", lambda label: None, lib=library)
+
+ALL_GATHER_OP = torch.ops.fsdp_passes.all_gather.default
+ALL_GATHER_AHEAD_OP = torch.ops.fsdp_passes.all_gather_ahead.default
+START_NEXT_GRAPH = torch.ops.fsdp_passes.start_next_graph.default
+torch.fx.node.has_side_effect(START_NEXT_GRAPH)

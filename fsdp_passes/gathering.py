@@ -1,0 +1,143 @@
+"""Gathering and releasing units in eager code: what the fallback's hooks and the methods of modules are made of."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from fsdp_passes._torch_compat import all_gather_coalesced, is_in_backward
+from fsdp_passes.context import DelayedRelease, FsdpContext
+from fsdp_passes.debug import debug_flags, poison
+from fsdp_passes.gather_ops import drop_started
+from fsdp_passes.lookahead import Entry
+from fsdp_passes.parameter import FsdpParameter
+from fsdp_passes.regions import ALL_GATHER_REGION, close_regions_above, pop_region, push_region, region_name
+from fsdp_passes.unit import FsdpUnit
+
+
+def start_gather(unit: FsdpUnit) -> None:
+    """Start the unit's all-gather, unless its current values are gathered or on their way."""
+    versions = [param.values_version for param in unit.params]
+    if not unit.params or unit.gathered_versions == versions:
+        return
+    finish_gather(unit)  # an older gather may still write into the same storage
+    context, device = unit.context, unit.params[0].shard().device
+    context.check_device(unit, device)
+    # At most the unit that computes and the one that is gathered now are whole.
+    context.drain_delayed_releases(0)
+    stream = context.communication_stream(device)
+    if stream is not None and not is_in_backward():
+        # The optimizer wrote the shards on the compute stream; a gather that did not wait would send old values. In
+        # the backward nothing writes them, and waiting would put the gather behind the compute that should hide it.
+        stream.wait_event(context.weights_ready_event(device))
+    works = []
+    push_region(region_name(unit.display_name, ALL_GATHER_REGION))
+    with context.on_communication_stream(device):
+        for params in _by_dtype(unit.params):
+            inputs = [param.shard().to(param.param_dtype) for param in params]
+            outputs = [param.gather_buffer() for param in params]
+            works.append(all_gather_coalesced(outputs, inputs, unit.mesh.get_group()))
+        if stream is not None:
+            for work in works:
+                work.wait()  # the communication stream waits, not the host: NCCL runs on a stream of its own
+    pop_region()
+    done = stream.record_event() if stream is not None else None
+
+    def wait() -> None:
+        if done is None:
+            for work in works:
+                work.wait()
+        else:
+            # Without it the compute stream would read weights that have not arrived.
+            torch.cuda.current_stream(device).wait_event(done)
+
+    unit.pending_gather = wait
+    unit.gathered_versions = versions
+
+
+def finish_gather(unit: FsdpUnit) -> None:
+    """Wait for the unit's all-gather if one is on its way."""
+    if unit.pending_gather is not None:
+        unit.pending_gather()
+        unit.pending_gather = None
+
+
+def release_kept(context: FsdpContext) -> None:
+    """Before a new forward, release what an earlier one kept gathered and no backward released.
+
+    Somebody may have written the parameters since, also through `.data`, which no version counter sees.
+    """
+    for unit in context.units:
+        if not unit.is_held:
+            release(unit)
+    context.drain_delayed_releases(0)
+
+
+def release(unit: FsdpUnit) -> None:
+    """Queue the release of the unit's gathered storage behind everything that was queued on the compute stream."""
+    if unit.gathered_versions is None:
+        return
+    finish_gather(unit)
+    unit.gathered_versions = None
+    params, context = list(unit.params), unit.context
+
+    def drop() -> None:
+        for param in params:
+            if debug_flags().nan:
+                with context.on_communication_stream(param.placeholder.device):  # in order with the next gather
+                    poison(param.gather_buffer())  # keeps the storage: a late read gives NaN instead of a crash
+            else:
+                param.release()
+
+    event = context.record_compute(params[0].placeholder.device)
+    context.delayed_releases.append(DelayedRelease(event, drop))
+
+
+def _by_dtype(params: list[FsdpParameter]) -> list[list[FsdpParameter]]:
+    groups: dict[torch.dtype, list[FsdpParameter]] = {}
+    for param in params:
+        groups.setdefault(param.param_dtype, []).append(param)
+    return list(groups.values())
+
+
+def start_ahead(unit: FsdpUnit, chosen: list[FsdpUnit] | None, expected: list[FsdpUnit], *, is_backward: bool) -> None:
+    """Start the gathers that `unit` computes in front of: the user's choice, or else a compiled graph if one came next
+    the last time, or else the eager unit that is expected."""
+    lookahead = unit.context.lookahead
+    entry = Entry(unit, False, is_backward, is_backward, is_backward or torch.is_grad_enabled())
+    lookahead.enter(entry, functools.partial(start_gather, unit))
+    following = lookahead.next_entry()
+    if chosen is None and following is not None and following.is_graph:
+        lookahead.start_next()
+        return
+    for other in expected if chosen is None else chosen:
+        start_gather(other)
+
+
+def release_on_demand(context: FsdpContext) -> None:
+    """Release what `gather_on_demand` gathered, when no backward will."""
+    if context.on_demand and not torch.is_grad_enabled():
+        for unit in context.on_demand:
+            release(unit)
+        context.on_demand.clear()
+        context.drain_delayed_releases(0)
+
+
+def undo_interrupted(context: FsdpContext) -> None:
+    """A forward or backward that an exception left half-way: release what it gathered, forget what it queued.
+
+    Its gradients are incomplete on this rank and would be added to the next step's.
+    """
+    if context.is_in_forward() or context.is_backward_callback_queued:
+        context.forget_reductions()
+        context.lookahead.interrupt()
+        drop_started(context)
+        close_regions_above(0)
+        for unit in context.units:
+            unit.is_in_compiled_forward = unit.may_run_eagerly = False
+            for param in unit.params:
+                param.placeholder.grad = None
+            release(unit)
+        context.drain_delayed_releases(0)
+    context.phases.clear()

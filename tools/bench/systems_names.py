@@ -1,0 +1,35 @@
+"""Names of the systems, without importing torch: the tools' own processes only start ranks."""
+
+from __future__ import annotations
+
+# In the order of the tables. "compute" is always measured: the others are compared with it.
+SYSTEMS: dict[str, str] = {
+    "compute": "compute alone",
+    "communication": "communication alone",
+    "fsdp2_eager": "FSDP2 eager",
+    "fsdp2": "FSDP2, compiled layers",
+    "simple_fsdp": "SimpleFSDP, compiled whole",
+    "simple_fsdp_overlap": "SimpleFSDP, Inductor's overlap",
+    "eager": "ours eager",
+    "compiled": "ours compiled",
+    "compiled_packed": "ours compiled, packed",
+    "compiled_two_streams": "ours compiled, two streams",
+    "compiled_prefetch2": "ours compiled, prefetch 2",
+}
+
+DEFAULT_SYSTEMS = ("compute", "communication", "fsdp2_eager", "fsdp2", "simple_fsdp", "eager", "compiled")
+
+# The system with which peak memory is compared.
+BASELINE = "fsdp2"
+
+# A second group would be a second link, which the emulator of one link does not have.
+NOT_EMULATED = ("compiled_two_streams",)
+
+
+def parse_systems(text: str) -> list[str]:
+    """Names separated by commas, "compute" added in front; an unknown one is an error that lists the valid ones."""
+    names = list(dict.fromkeys(["compute", *(name.strip() for name in text.split(",") if name.strip())]))
+    unknown = [name for name in names if name not in SYSTEMS]
+    if unknown:
+        raise ValueError(f"Expected systems out of {', '.join(SYSTEMS)}; found {', '.join(unknown)}.")
+    return names
