@@ -127,7 +127,6 @@ def test_steps_know_their_units_and_what_they_read() -> None:
     assert_expected_inline(
         "\n".join(lines),
         """\
-compute convert_element_type_default of 0 cast of shards
 start all_gather_0 of 0
 start all_gather_1 of 1
 wait getitem of 0

@@ -113,23 +113,23 @@ def test_golden_diff(capsys: pytest.CaptureFixture[str]) -> None:
 --- forward before schedule_one_layer_ahead
 +++ forward after schedule_one_layer_ahead
 @@ -15,0 +16 @@
-+all_gather_1 = _c10d_functional.all_gather_into_tensor_coalesced.default([primals_3, primals_4], 8, '0')
++all_gather_1 = fsdp_passes.all_gather.default([primals_3, primals_4], primals_12, 8, '0', torch.float32, False)
 @@ -25 +26 @@
--all_gather_1 = _c10d_functional.all_gather_into_tensor_coalesced.default([primals_3, primals_4], 8, '0')
-+all_gather_2 = _c10d_functional.all_gather_into_tensor_coalesced.default([primals_5, primals_6], 8, '0')
+-all_gather_1 = fsdp_passes.all_gather.default([primals_3, primals_4], primals_12, 8, '0', torch.float32, False)
++all_gather_2 = fsdp_passes.all_gather.default([primals_5, primals_6], primals_13, 8, '0', torch.float32, False)
 @@ -31 +31,0 @@
 -getitem: float32[4, 8] = getitem(native_layer_norm, 0)
 @@ -33,0 +34 @@
 +getitem: float32[4, 8] = getitem(native_layer_norm, 0)
 @@ -38 +39 @@
--all_gather_2 = _c10d_functional.all_gather_into_tensor_coalesced.default([primals_5, primals_6], 8, '0')
-+all_gather_3 = _c10d_functional.all_gather_into_tensor_coalesced.default([primals_7, primals_8], 8, '0')
+-all_gather_2 = fsdp_passes.all_gather.default([primals_5, primals_6], primals_13, 8, '0', torch.float32, False)
++all_gather_3 = fsdp_passes.all_gather.default([primals_7, primals_8], primals_14, 8, '0', torch.float32, False)
 @@ -44 +44,0 @@
 -getitem_3: float32[4, 8] = getitem(native_layer_norm_1, 0)
 @@ -46,0 +47 @@
 +getitem_3: float32[4, 8] = getitem(native_layer_norm_1, 0)
 @@ -51 +51,0 @@
--all_gather_3 = _c10d_functional.all_gather_into_tensor_coalesced.default([primals_7, primals_8], 8, '0')
+-all_gather_3 = fsdp_passes.all_gather.default([primals_7, primals_8], primals_14, 8, '0', torch.float32, False)
 @@ -57 +56,0 @@
 -getitem_6: float32[4, 8] = getitem(native_layer_norm_2, 0)
 @@ -59,0 +59 @@
@@ -335,5 +335,5 @@ def test_llama3_8b_over_64_ranks_takes_less_than_120_s_and_4_gib() -> None:
     assert done.returncode == 0, done.stderr
     assert int(done.stderr.split()[-1]) < 4 * 2**20  # KiB
     assert "Llama over 64 ranks" in done.stdout
-    assert "layers.31" in done.stdout
-    assert "hidden behind layers.29" in done.stdout
+    assert "29 like it" in done.stdout
+    assert "hidden behind layers.30" in done.stdout

@@ -28,6 +28,7 @@ PASSES = [
     "bucket_all_gathers",
     "bucket_reduce_scatters",
     "schedule_one_layer_ahead",
+    "prefetch_across_graphs",
     "annotate_regions",
 ]
 
