@@ -2,6 +2,8 @@
 
 from fsdp_passes.backend import overlap_fsdp as overlap_fsdp
 from fsdp_passes.fsdp_module import FsdpModule as FsdpModule
+from fsdp_passes.inspect.explain import Explanation as Explanation
+from fsdp_passes.inspect.explain import explain as explain
 from fsdp_passes.options import OverlapOptions as OverlapOptions
 from fsdp_passes.sharding import fully_shard as fully_shard
 

@@ -18,6 +18,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
@@ -26,9 +27,11 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
+from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental import _config as fx_config
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -40,6 +43,7 @@ __all__ = [
     "add_order_dependency",
     "all_gather_coalesced",
     "aot_autograd",
+    "backwards_at_once",
     "call_after_backward",
     "collective_name",
     "compile_fx",
@@ -51,6 +55,7 @@ __all__ = [
     "group_of",
     "inductor_mode_options",
     "inductor_schedulers_off",
+    "init_fake_process_group",
     "is_backward_graph",
     "is_deterministic",
     "is_in_backward",
@@ -59,6 +64,7 @@ __all__ = [
     "is_tracing_higher_order_op",
     "local_tensor",
     "make_dtensor",
+    "mark_dynamic",
     "min_cut_rematerialization_partition",
     "never_compile_alone",
     "reduce_scatter_coalesced",
@@ -69,6 +75,8 @@ __all__ = [
     "scheduled_graph_module",
     "scheduler_node_kind",
     "set_dynamo_source",
+    "symbols_apart",
+    "trace_artifact",
     "tree_leaves",
     "tree_map_only",
     "without_version_bump",
@@ -130,6 +138,13 @@ def register_group_alias(name: str, group: dist.ProcessGroup) -> None:
     torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
 
 
+def init_fake_process_group(world_size: int) -> None:
+    """This process as rank 0 of a default group of any size that moves no data."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
 # ---- Dynamo ----------------------------------------------------------------------------------------------------------
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -169,6 +184,29 @@ def set_dynamo_source(node: fx.Node) -> None:
 def is_backward_graph(graph: fx.Graph) -> bool:
     """Whether AOTAutograd's partitioner made this graph as a backward: its gradients come in as `tangents_<n>`."""
     return any("tangents" in str(node.target) for node in graph.find_nodes(op="placeholder"))
+
+
+def backwards_at_once() -> contextlib.AbstractContextManager[Any]:
+    """Inside, AOTAutograd compiles a backward graph together with its forward, not when the backward first runs."""
+    return functorch_config.patch(force_non_lazy_backward_lowering=True)  # type: ignore[no-any-return]
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Ask Dynamo for a symbol in place of this size, unless the traced code needs the number."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def symbols_apart() -> contextlib.AbstractContextManager[Any]:
+    """Inside, two dynamic dimensions that happen to have the same size are two symbols."""
+    return fx_config.patch(use_duck_shape=False)  # type: ignore[attr-defined,no-any-return]
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Leave a text in the structured trace (`TORCH_TRACE`), where tlparse finds it; without a trace, `text` is not
+    called."""
+    trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text, expect_trace_id=False
+    )
 
 
 # ---- Inductor's scheduler --------------------------------------------------------------------------------------------

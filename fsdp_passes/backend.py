@@ -34,6 +34,7 @@ from fsdp_passes.gathering import release_on_demand
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import FsdpParameter, fsdp_parameter_of
+from fsdp_passes.passes._uses import ParameterUse
 from fsdp_passes.passes.fence_reductions import fence_reductions
 from fsdp_passes.passes.find_parameter_uses import find_parameter_uses
 from fsdp_passes.passes.insert_unshard import insert_unshard
@@ -87,14 +88,8 @@ def overlap_fsdp(
             _warn_nothing_sharded(gm, example_inputs)
         return _compile_inner(gm, list(example_inputs), settings, inductor_options)
 
-    suffix = "" if settings.unify_communication_stream else REDUCE_GROUP_SUFFIX
-    label_from = insert_unshard(gm, uses, reduce_group_suffix=suffix)
-    units = {use.unit_index: use.param.unit for use in uses}
-    record = start_record([units[index].display_name for index in sorted(units)], settings)
-    backends = tuple(sorted({dist.get_backend(unit.mesh.get_group()) for unit in units.values()}))
-    lower = LowerAndSchedule(settings, record, backends)
     positions = [use.position for use in uses]
-    inner = _compile_inner(gm, _local_inputs(example_inputs, positions, label_from), settings, inductor_options, lower)
+    inner, label_from = compile_sharded(gm, uses, example_inputs, settings, inductor_options)
 
     def recompile(*args: Any) -> Any:
         # Dynamo traces its own graph again; its guards on this call's frame fail at the next call.
@@ -102,6 +97,33 @@ def overlap_fsdp(
 
     constants = [use.param.graph_constants for use in uses]
     return functools.partial(_run, inner, recompile, positions, label_from, settings, constants)
+
+
+def compile_sharded(
+    gm: fx.GraphModule,
+    uses: Sequence[ParameterUse],
+    example_inputs: Sequence[Any],
+    settings: OverlapOptions,
+    inductor_options: dict[str, Any],
+    place: Callable[[fx.GraphModule, list[Any]], list[Any]] = lambda gm, inputs: inputs,
+) -> tuple[Compiled, list[int]]:
+    """Put the communication into a graph and compile it.
+
+    `place` may change the graph and the compiler's example inputs before that: where they are on another device than
+    the one to trace for.
+
+    Returns:
+        The compiled graph, which takes shards and then labels, and for each label the position in `uses` of a
+        parameter of its unit.
+    """
+    suffix = "" if settings.unify_communication_stream else REDUCE_GROUP_SUFFIX
+    label_from = insert_unshard(gm, uses, reduce_group_suffix=suffix)
+    units = {use.unit_index: use.param.unit for use in uses}
+    record = start_record([units[index].display_name for index in sorted(units)], settings)
+    backends = tuple(sorted({dist.get_backend(unit.mesh.get_group()) for unit in units.values()}))
+    lower = LowerAndSchedule(settings, record, backends)
+    inputs = place(gm, _local_inputs(example_inputs, [use.position for use in uses], label_from))
+    return _compile_inner(gm, inputs, settings, inductor_options, lower), label_from
 
 
 _has_warned_nothing_sharded = False  # once in a process: a graph break or a new shape compiles again

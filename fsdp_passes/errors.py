@@ -237,3 +237,21 @@ class NothingShardedWarning(UserWarning):
 
 class ScheduleWarning(UserWarning):
     """A schedule computes the right values but hides less communication, or holds more memory, than it should."""
+
+
+class HardwareError(FsdpError, ValueError):
+    """A description of hardware that does not fit."""
+
+    def __init__(self, where: str, found: str, expected: str) -> None:
+        super().__init__(f"{where}: expected {expected}, found {found}.")
+
+
+class ExplainError(FsdpError, RuntimeError):
+    """`explain` cannot show what was asked for."""
+
+
+class CostValueError(FsdpError, ValueError):
+    """A cost is asked for at a size that it does not know, or that is out of range."""
+
+    def __init__(self, name: str, found: object, expected: str) -> None:
+        super().__init__(f"{name}: expected {expected}, found {found}.")

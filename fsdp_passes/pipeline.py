@@ -24,10 +24,12 @@ from fsdp_passes._torch_compat import (
     get_hash_for_files,
     is_backward_graph,
     scheduled_graph_module,
+    trace_artifact,
 )
 from fsdp_passes.generated_code import check_generated_code
 from fsdp_passes.ops import REDUCE_GRAD, UNSHARD
 from fsdp_passes.options import OverlapOptions
+from fsdp_passes.passes.annotate_collectives import annotate_collectives
 from fsdp_passes.passes.annotate_regions import annotate_regions
 from fsdp_passes.passes.bucket_all_gathers import bucket_all_gathers
 from fsdp_passes.passes.bucket_reduce_scatters import bucket_reduce_scatters
@@ -55,6 +57,8 @@ class GraphRecord:
     Attributes:
         phase: "forward" (inference graphs too) or "backward".
         passes: pass name -> the graph's text after it, in order; filled only inside `record_compilations`.
+        snapshots: copies of the graph, also only there: "traced" (one `unshard` per parameter), "bucketed" (one
+            collective per unit, not scheduled yet) and "scheduled" (as it leaves the passes).
         pass_us: pass name -> its duration in microseconds.
         events: the schedule on the FX graph.
         kernel_events: the schedule on Inductor's final order; None when another inner compiler ran.
@@ -66,6 +70,7 @@ class GraphRecord:
 
     phase: str
     passes: dict[str, str] = dataclasses.field(default_factory=dict)
+    snapshots: dict[str, fx.Graph] = dataclasses.field(default_factory=dict)
     pass_us: dict[str, float] = dataclasses.field(default_factory=dict)
     events: list[ScheduleEvent] = dataclasses.field(default_factory=list)
     kernel_events: list[ScheduleEvent] | None = None
@@ -149,26 +154,38 @@ class LowerAndSchedule(CustomGraphPass):
         options = self.options
         result = GraphRecord("backward" if backward else "forward")
         self.record.graphs.append(result)
-        if self.record.is_observed:
-            result.passes["insert_unshard"] = graph_text(graph)
+        unit_names = self.record.unit_names
+
+        def show(name: str) -> None:
+            if self.record.is_observed:
+                result.passes[name] = graph_text(graph)
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("%s graph after %s:\n%s", result.phase, name, graph_text(graph))
+            trace_artifact(f"fsdp_passes_{result.phase}_after_{name}", lambda: graph_text(graph))
+
+        def keep(name: str) -> None:
+            if self.record.is_observed:
+                result.snapshots[name] = copy_graph(graph)
 
         def run(name: str, apply: Callable[[], Any]) -> None:
             begin = time.perf_counter()
             if apply():
                 graph.lint()
             result.pass_us[name] = (time.perf_counter() - begin) * 1e6
-            if self.record.is_observed:
-                result.passes[name] = graph_text(graph)
-            if log.isEnabledFor(logging.DEBUG):
-                log.debug("%s graph after %s:\n%s", result.phase, name, graph_text(graph))
+            show(name)
 
+        show("insert_unshard")
+        keep("traced")
         mode = options.bucket_mode
         run("bucket_all_gathers", lambda: bucket_all_gathers(graph, bucket_mode=mode))
         run("bucket_reduce_scatters", lambda: bucket_reduce_scatters(graph, bucket_mode=mode))
+        keep("bucketed")
         run("schedule_one_layer_ahead", lambda: schedule_one_layer_ahead(graph, prefetch=options.prefetch))
         run("prefetch_across_graphs", lambda: prefetch_across_graphs(graph, is_backward=backward))
         if options.nvtx:
             run("annotate_regions", lambda: annotate_regions(graph, labels=labels, is_backward=backward))
+        annotate_collectives(graph, unit_names=unit_names)
+        keep("scheduled")
         result.events = events_from_graph(graph)
         if options.verify:
             where = f"{result.phase} graph of units {', '.join(self.record.unit_names)}"
@@ -220,6 +237,15 @@ def verify_generated_code(record: CompilationRecord, source: str, is_backward: b
     scheduled = made[-1].kernel_collectives if made else None
     where = f"Inductor's {phase} code of units {', '.join(record.unit_names)}"
     check_generated_code(source, scheduled=scheduled, where=where)
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy with the same names and metadata, for looking at: its nodes share the values of the original's."""
+    copy = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    returned = copy.graph_copy(graph, copied)
+    copy.output(returned)
+    return copy
 
 
 def graph_text(graph: fx.Graph) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 import pathlib
 from collections.abc import Iterator
 
@@ -238,3 +239,57 @@ def test_what_compiles_without_inductor_is_reached() -> None:
     for inner in ("aot_eager", "eager"):
         torch._dynamo.reset()
         torch.compile(layer, backend=overlap_fsdp, options={"inner": inner})(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_backward_can_be_compiled_with_its_forward() -> None:
+    seen = []
+
+    def compiler(gm: torch.fx.GraphModule, _: object) -> object:
+        seen.append(gm)
+        return compat.wrap_boxed(lambda args: gm(*args))
+
+    backend = compat.aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+    with compat.backwards_at_once():
+        torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(2, requires_grad=True))
+    assert len(seen) == 2
+
+
+def test_equal_sizes_can_be_two_symbols() -> None:
+    symbols = []
+
+    def backend(gm: torch.fx.GraphModule, _: object) -> object:
+        symbols.extend(str(dim) for node in gm.graph.find_nodes(op="placeholder") for dim in _shape(node))
+        return gm.forward
+
+    x = torch.ones(6, 6)
+    compat.mark_dynamic(x, 0)
+    compat.mark_dynamic(x, 1)
+    with compat.symbols_apart():
+        torch.compile(lambda x: x.sin(), backend=backend)(x)
+    assert len(set(symbols)) == 2
+    assert not any(symbol.isdigit() for symbol in symbols)
+
+
+def _shape(node: torch.fx.Node) -> list[object]:
+    value = node.meta["example_value"]
+    return list(value.shape) if isinstance(value, torch.Tensor) else []
+
+
+def test_a_text_is_made_for_the_structured_trace_only() -> None:
+    trace_log = logging.getLogger("torch.__trace")
+    handlers, trace_log.handlers = trace_log.handlers, []
+    made = []
+    try:
+        compat.trace_artifact("nobody", lambda: made.append("nobody") or "")
+        assert made == []
+        trace_log.addHandler(logging.NullHandler())
+        compat.trace_artifact("somebody", lambda: made.append("somebody") or "")
+    finally:
+        trace_log.handlers = handlers
+    assert made == ["somebody"]
+
+
+def test_a_fake_process_group_of_any_size() -> None:
+    compat.init_fake_process_group(1000)
+    assert dist.get_world_size() == 1000
+    dist.destroy_process_group()

@@ -1,1 +1,1 @@
-"""Looking at what the compiler did: reports, and pages to read them in."""
+"""Seeing what the compiler did: explanations, reports and the command line."""

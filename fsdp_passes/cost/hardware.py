@@ -1,0 +1,197 @@
+"""Hardware: what an accelerator computes and reads in a second, what a link carries, and how both make up a cluster.
+
+Every constant is the vendor's figure for dense arithmetic and one direction of a link; its source stands beside it.
+What of it real kernels reach is said once, in the `…_efficiency` fields, so that nothing is scaled down twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fsdp_passes.errors import HardwareError
+
+ALGORITHMS = ("ring", "hierarchical", "recursive_doubling")
+
+
+@dataclasses.dataclass(frozen=True)
+class Accelerator:
+    """One GPU.
+
+    Attributes:
+        name: for messages.
+        flops: dtype name ("bfloat16") -> dense floating-point operations per second of matrix products. A dtype that
+            is missing counts as "float32".
+        memory_bandwidth: bytes per second, read and written together.
+        memory_bytes: size of its memory.
+        source: where the figures are from.
+        matmul_efficiency, memory_efficiency: the part of the two rates that kernels of a training step reach.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    memory_bandwidth: float
+    memory_bytes: float
+    source: str
+    matmul_efficiency: float = 0.7
+    memory_efficiency: float = 0.8
+
+    def flops_of(self, dtype: torch.dtype) -> float:
+        """Operations per second that matrix products of `dtype` reach."""
+        name = str(dtype).removeprefix("torch.")
+        return self.flops.get(name, self.flops["float32"]) * self.matmul_efficiency
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What joins accelerators.
+
+    Attributes:
+        name: for messages.
+        bandwidth: bytes per second, one direction, of one accelerator.
+        latency_us: microseconds for one hop, the collective library's work included.
+        source: where the figures are from.
+        efficiency: the part of the bandwidth that large collectives reach.
+    """
+
+    name: str
+    bandwidth: float
+    latency_us: float
+    source: str
+    efficiency: float = 0.85
+
+    @property
+    def reached(self) -> float:
+        """Bytes per second that a large collective reaches."""
+        return self.bandwidth * self.efficiency
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Nodes of `per_node` accelerators joined by `intra`, the nodes joined by `inter` (one port per accelerator).
+
+    Attributes:
+        algorithm: one of ALGORITHMS, see `fsdp_passes.cost.collectives`.
+        base_latency_us: microseconds of one collective before its first hop.
+    """
+
+    name: str
+    accelerator: Accelerator
+    intra: Link
+    inter: Link
+    per_node: int = 8
+    algorithm: str = "ring"
+    # baseLat of the ring with the Simple protocol in NCCL's tuning model (src/graph/tuning.cc, 2.2x).
+    base_latency_us: float = 8.4
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise HardwareError(self.name, f"algorithm {self.algorithm!r}", f"one of {', '.join(ALGORITHMS)}")
+        if self.per_node < 1:
+            raise HardwareError(self.name, f"per_node {self.per_node}", "at least 1 accelerator per node")
+        rates = {
+            "flops": min(self.accelerator.flops.values(), default=0),
+            "memory_bandwidth": self.accelerator.memory_bandwidth,
+            f"bandwidth of {self.intra.name}": self.intra.bandwidth,
+            f"bandwidth of {self.inter.name}": self.inter.bandwidth,
+        }
+        for what, value in rates.items():
+            if not value > 0:
+                raise HardwareError(self.name, f"{what} {value}", "a rate above 0")
+        if "float32" not in self.accelerator.flops:
+            raise HardwareError(self.name, f"flops of {', '.join(self.accelerator.flops)}", 'an entry "float32"')
+
+
+_H100_FLOPS = {"float8_e4m3fn": 1979e12, "bfloat16": 989.4e12, "float16": 989.4e12, "float32": 67e12, "float64": 67e12}
+
+ACCELERATORS = {
+    "a100": Accelerator(
+        "A100 SXM 80GB",
+        {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
+        2.039e12,
+        80e9,
+        "NVIDIA A100 80GB datasheet (SXM), dense; float32 without TF32",
+    ),
+    "h100": Accelerator(
+        "H100 SXM", _H100_FLOPS, 3.35e12, 80e9, "NVIDIA H100 datasheet (SXM5), halved to dense; float32 without TF32"
+    ),
+    "h200": Accelerator(
+        "H200 SXM", _H100_FLOPS, 4.8e12, 141e9, "NVIDIA H200 datasheet (SXM), halved to dense; float32 without TF32"
+    ),
+    "b200": Accelerator(
+        "B200 SXM",
+        {"float8_e4m3fn": 4.5e15, "bfloat16": 2.25e15, "float16": 2.25e15, "float32": 75e12, "float64": 37e12},
+        8e12,
+        180e9,
+        "NVIDIA HGX B200 datasheet, an eighth of the board, halved to dense; float32 without TF32",
+    ),
+}
+
+# Latencies per hop: hwLat of the ring with the Simple protocol in NCCL's tuning model (src/graph/tuning.cc), in a node
+# (NVLink) and over a network.
+_NVLINK_US, _NETWORK_US = 3.4, 14.0
+
+LINKS = {
+    "nvlink3": Link("NVLink 3", 300e9, _NVLINK_US, "NVIDIA A100 datasheet: 600 GB/s, both directions"),
+    "nvlink4": Link("NVLink 4", 450e9, _NVLINK_US, "NVIDIA H100 datasheet: 900 GB/s, both directions"),
+    "nvlink5": Link("NVLink 5", 900e9, _NVLINK_US, "NVIDIA HGX B200 datasheet: 1.8 TB/s, both directions"),
+    "infiniband_hdr": Link("InfiniBand HDR", 25e9, _NETWORK_US, "InfiniBand HDR, 4 lanes: 200 Gbit/s"),
+    "infiniband_ndr": Link("InfiniBand NDR", 50e9, _NETWORK_US, "InfiniBand NDR, 4 lanes: 400 Gbit/s"),
+    "infiniband_xdr": Link("InfiniBand XDR", 100e9, _NETWORK_US, "InfiniBand XDR, 4 lanes: 800 Gbit/s"),
+    "ethernet_100g": Link("Ethernet 100G", 12.5e9, _NETWORK_US, "IEEE 802.3, 100 Gbit/s"),
+    "ethernet_400g": Link("Ethernet 400G", 50e9, _NETWORK_US, "IEEE 802.3, 400 Gbit/s"),
+}
+
+CLUSTERS = {
+    "a100": Cluster("a100", ACCELERATORS["a100"], LINKS["nvlink3"], LINKS["infiniband_hdr"]),
+    "h100": Cluster("h100", ACCELERATORS["h100"], LINKS["nvlink4"], LINKS["infiniband_ndr"]),
+    "h200": Cluster("h200", ACCELERATORS["h200"], LINKS["nvlink4"], LINKS["infiniband_ndr"]),
+    "b200": Cluster("b200", ACCELERATORS["b200"], LINKS["nvlink5"], LINKS["infiniband_ndr"]),
+    "h100-ethernet": Cluster("h100-ethernet", ACCELERATORS["h100"], LINKS["nvlink4"], LINKS["ethernet_100g"]),
+}
+
+
+def find_cluster(name: str | Cluster) -> Cluster:
+    """A cluster of the table by name, or one read from a JSON file with the fields of `Cluster`.
+
+    In the file, "accelerator", "intra" and "inter" are names of the tables or objects with the fields of
+    `Accelerator` and `Link`. Raises `HardwareError` for an unknown name or a file that does not fit.
+    """
+    if isinstance(name, Cluster):
+        return name
+    if name in CLUSTERS:
+        return CLUSTERS[name]
+    path = pathlib.Path(name)
+    if path.suffix != ".json":
+        raise HardwareError("hardware", repr(name), f"one of {', '.join(CLUSTERS)}, or a file that ends in .json")
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise HardwareError(name, f"a file that cannot be read ({error})", "a JSON object") from None
+    return _cluster_from(name, data)
+
+
+def _cluster_from(where: str, data: Any) -> Cluster:
+    if not isinstance(data, dict):
+        raise HardwareError(where, type(data).__name__, "a JSON object with the fields of Cluster")
+    fields = {"name": where, **data}
+    try:
+        fields["accelerator"] = _entry(where, fields.get("accelerator"), ACCELERATORS, Accelerator)
+        fields["intra"] = _entry(where, fields.get("intra"), LINKS, Link)
+        fields["inter"] = _entry(where, fields.get("inter"), LINKS, Link)
+        return Cluster(**fields)
+    except TypeError as error:  # a field too many, too few, or of the wrong type
+        raise HardwareError(where, str(error), "the fields of Cluster, Accelerator and Link") from None
+
+
+def _entry(where: str, value: Any, table: Mapping[str, Any], kind: type) -> Any:
+    if isinstance(value, dict):
+        return kind(**value)
+    if value in table:
+        return table[value]
+    raise HardwareError(where, repr(value), f"one of {', '.join(table)}, or an object with the fields of its class")

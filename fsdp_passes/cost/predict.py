@@ -1,0 +1,151 @@
+"""What a graph's steps take on a cluster, for any number of ranks: durations, and the timeline that follows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fsdp_passes.cost.collectives import collective_us
+from fsdp_passes.cost.hardware import Cluster
+from fsdp_passes.cost.op_cost import OpCost
+from fsdp_passes.cost.simulate import TimedStep, simulate
+from fsdp_passes.cost.steps import Step
+from fsdp_passes.cost.timeline import MemoryPoint, Timeline
+from fsdp_passes.ops import REDUCE_GRAD, UNSHARD
+from fsdp_passes.schedule import ALL_GATHER, REDUCE_SCATTER, Bucket
+
+ONE_ROW = "communication"
+ROWS = {ALL_GATHER: "all_gather stream", REDUCE_SCATTER: "reduce_scatter stream"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedShape:
+    """A whole parameter or gradient that a collective carries: its rows, elements per row, and dtypes.
+
+    `bytes_per_row` are those on the wire; `kept_bytes_per_row` those of the shard as the optimizer sees it.
+    """
+
+    rows: int
+    bytes_per_row: int
+    kept_bytes_per_row: int
+
+    def padded_rows(self, world_size: Any) -> Any:
+        """Rows with padding: every rank has as many."""
+        return -(-self.rows // world_size) * world_size
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphModel:
+    """One graph with what a prediction needs.
+
+    Attributes:
+        phase: "forward" or "backward".
+        steps: in the order to predict.
+        unit_names: by unit index.
+        world_size: ranks for which the graph was traced.
+        shapes: (kind, unit, dtype) of a bucket -> what it carries.
+        kept: gathers of the forward whose results this backward still reads (the root's); alive all the time.
+        has_one_stream: whether all-gathers and reduce-scatters share a communication stream.
+    """
+
+    phase: str
+    steps: tuple[Step, ...]
+    unit_names: tuple[str, ...]
+    world_size: int
+    shapes: Mapping[tuple[str, int, torch.dtype], tuple[ShardedShape, ...]]
+    kept: tuple[Bucket, ...] = ()
+    has_one_stream: bool = True
+
+    def unit_name(self, unit: int | None) -> str:
+        """Display name; "" for no unit."""
+        return self.unit_names[unit] if unit is not None and unit < len(self.unit_names) else ""
+
+    def bucket_bytes(self, bucket: Bucket, world_size: int) -> int:
+        """Bytes of a bucket's whole tensors, padded for `world_size` ranks."""
+        if world_size == self.world_size:
+            return bucket.num_bytes
+        shapes = self.shapes[bucket.kind, bucket.unit, bucket.dtype]
+        return sum(shape.padded_rows(world_size) * shape.bytes_per_row for shape in shapes)
+
+    def timed_steps(self, cluster: Cluster, world_size: int) -> list[TimedStep]:
+        """Steps with durations; with two streams reduce-scatters have a row of their own."""
+        timed = []
+        for step in self.steps:
+            unit, bucket = self.unit_name(step.unit), step.bucket
+            if bucket is None:
+                duration = op_us(step.cost, cluster) if step.cost is not None else 0.0
+                if step.is_per_rank:
+                    duration *= self.world_size / world_size
+                timed.append(TimedStep("compute", step.name, unit, self.phase, duration))
+                continue
+            row = ONE_ROW if self.has_one_stream else ROWS[bucket.kind]
+            num_bytes = self.bucket_bytes(bucket, world_size)
+            duration = collective_us(num_bytes, world_size, cluster) if step.kind == "start" else 0.0
+            timed.append(
+                TimedStep(step.kind, step.name, unit, self.phase, duration, bucket, row, bucket.kind, num_bytes)
+            )
+        return timed
+
+    def timeline(self, cluster: Cluster, world_size: int | None = None, title: str = "") -> Timeline:
+        """The predicted timeline; by default for the ranks that the graph was traced for."""
+        world_size = world_size or self.world_size
+        spans, times = simulate(self.timed_steps(cluster, world_size))
+        return Timeline(title or self.phase, spans, tuple(self._memory_curve(times, world_size)))
+
+    def _memory_curve(self, times: Sequence[float], world_size: int) -> list[MemoryPoint]:
+        until = alive_until(self.steps)
+        changes: dict[float, int] = {}
+        for index, step in enumerate(self.steps):
+            if step.kind == "start" and step.bucket in until:
+                num_bytes, end = self.bucket_bytes(step.bucket, world_size), until[step.bucket]
+                changes[times[index]] = changes.get(times[index], 0) + num_bytes
+                if end < len(self.steps):
+                    changes[times[end]] = changes.get(times[end], 0) - num_bytes
+        alive = sum(bucket.num_bytes for bucket in self.kept)
+        points = [MemoryPoint(0.0, alive)]
+        for time_us in sorted(changes):
+            alive += changes[time_us]
+            points = points if time_us > 0 else []
+            points.append(MemoryPoint(time_us, alive))
+        return points
+
+
+def op_us(cost: OpCost, cluster: Cluster) -> float:
+    """Roofline: an operation takes as long as its arithmetic or its memory traffic, whichever is longer. Light
+    operations are bound by memory."""
+    accelerator = cluster.accelerator
+    memory_s = float(cost.num_bytes) / (accelerator.memory_bandwidth * accelerator.memory_efficiency)
+    compute_s = float(cost.flops) / accelerator.flops_of(cost.dtype) if cost.is_heavy else 0.0
+    return max(memory_s, compute_s) * 1e6
+
+
+def alive_until(steps: Sequence[Step]) -> dict[Bucket, int]:
+    """Gather -> index of the step behind which its results are dropped; kept ones live to the end."""
+    last: dict[Bucket, int] = {}
+    for index, step in enumerate(steps):
+        for bucket in (*step.reads, *([step.bucket] if step.bucket is not None else [])):
+            if bucket.kind == ALL_GATHER:
+                last[bucket] = index
+    return {bucket: index if bucket.reshard else len(steps) for bucket, index in last.items()}
+
+
+def sharded_shapes(traced: fx.Graph) -> dict[tuple[str, int, torch.dtype], tuple[ShardedShape, ...]]:
+    """What each bucket carries, read from the graph with one `unshard` or `reduce_grad` per parameter."""
+    found: dict[tuple[str, int, torch.dtype], list[ShardedShape]] = {}
+    for node in traced.nodes:
+        if node.target is UNSHARD:
+            shard, _, unit, rows, _, _, _, dtype = node.args[:8]
+            kind, rest, kept = ALL_GATHER, shard.meta["val"].shape[1:], shard.meta["val"].dtype
+        elif node.target is REDUCE_GRAD:
+            grad, _, unit, _, _, dtype, kept = node.args
+            kind, rows, rest = REDUCE_SCATTER, grad.meta["val"].shape[0], grad.meta["val"].shape[1:]
+        else:
+            continue
+        per_row = torch.Size(rest).numel()
+        shape = ShardedShape(int(rows), per_row * dtype.itemsize, per_row * kept.itemsize)
+        found.setdefault((kind, unit, dtype), []).append(shape)
+    return {key: tuple(shapes) for key, shapes in found.items()}

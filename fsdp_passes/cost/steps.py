@@ -1,0 +1,112 @@
+"""A graph as steps of known cost: what computes, for which unit, and where collectives start and are awaited."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+
+from fsdp_passes.cost.op_cost import OpCost, costs_of_graph
+from fsdp_passes.schedule import (
+    ALL_GATHER,
+    FINISH,
+    PREPARE,
+    REDUCE_SCATTER,
+    START,
+    WAIT,
+    Bucket,
+    bucket_of,
+    gathered_reads,
+    role_of,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step of a graph, in order.
+
+    Attributes:
+        kind: "compute", "start" or "wait".
+        name: of the node.
+        unit: index of the unit that the step belongs to; None when the graph knows none.
+        cost: of a compute step.
+        bucket: the collective that is started or awaited.
+        reads: gathers whose results a compute step reads.
+        is_cast: whether it only prepares or finishes a collective: a cast, a padding, a scaling.
+        is_per_rank: whether the cost is in proportion to a rank's share of the parameters (casts of shards).
+    """
+
+    kind: str
+    name: str
+    unit: int | None
+    cost: OpCost | None = None
+    bucket: Bucket | None = None
+    reads: tuple[Bucket, ...] = ()
+    is_cast: bool = False
+    is_per_rank: bool = False
+
+
+_ON_SHARDS = ((ALL_GATHER, PREPARE), (REDUCE_SCATTER, FINISH))
+
+
+def steps_of_graph(graph: fx.Graph) -> list[Step]:
+    """The steps of a graph in node order; nodes for which no kernel runs are left out, a bucket is awaited once."""
+    costs, reads, units = costs_of_graph(graph), gathered_reads(graph), unit_of_nodes(graph)
+    steps = []
+    awaited: set[Bucket] = set()
+    for node in graph.nodes:
+        bucket, role = bucket_of(node), role_of(node)
+        if bucket is not None and role == START:
+            steps.append(Step("start", node.name, bucket.unit, bucket=bucket))
+        elif bucket is not None and role == WAIT:
+            if bucket not in awaited:
+                awaited.add(bucket)
+                steps.append(Step("wait", node.name, bucket.unit, bucket=bucket))
+        elif node in costs or node in reads:
+            # A view of a weight costs nothing but keeps the weight alive, so it stays.
+            gathers = tuple(read for read in reads.get(node, ()) if read.kind == ALL_GATHER)
+            if node in costs or gathers:
+                unit = bucket.unit if bucket is not None else units.get(node)
+                per_rank = bucket is not None and (bucket.kind, role) in _ON_SHARDS
+                steps.append(
+                    Step("compute", node.name, unit, costs.get(node), None, gathers, bucket is not None, per_rank)
+                )
+    return steps
+
+
+def unit_of_nodes(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Compute node -> the unit whose gathered parameters it reads or whose gradient it makes; otherwise the unit of
+    the node before it. What comes before the first unit belongs to that one."""
+    reads, makes = gathered_reads(graph), _gradient_makers(graph)
+    owners: dict[fx.Node, int] = {}
+    unowned: list[fx.Node] = []
+    current: int | None = None
+    for node in graph.nodes:
+        if node.op != "call_function" or bucket_of(node) is not None:
+            continue
+        gathers = [bucket.unit for bucket in reads.get(node, ()) if bucket.kind == ALL_GATHER]
+        current = gathers[-1] if gathers else makes.get(node, current)
+        if current is None:
+            unowned.append(node)
+            continue
+        owners.update(dict.fromkeys(unowned, current))
+        unowned = []
+        owners[node] = current
+    return owners
+
+
+def _gradient_makers(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The node that makes a gradient, and views between it and the reduction -> the parameter's unit."""
+    makers: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        bucket = bucket_of(node)
+        if bucket is None or bucket.kind != REDUCE_SCATTER or role_of(node) not in (PREPARE, START):
+            continue
+        for source in node.all_input_nodes:
+            while isinstance(source.target, torch._ops.OpOverload) and source.target.is_view:
+                makers[source] = bucket.unit
+                source = source.all_input_nodes[0]
+            if source.op == "call_function" and bucket_of(source) is None:
+                makers[source] = bucket.unit
+    return makers
