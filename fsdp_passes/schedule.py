@@ -22,6 +22,19 @@ PREPARE, START, WAIT, FINISH = "prepare", "start", "wait", "finish"
 
 
 @dataclasses.dataclass(frozen=True)
+class ShardedShape:
+    """A whole parameter or gradient that a collective carries: its rows without padding, and bytes per row on the
+    wire."""
+
+    rows: int
+    bytes_per_row: int
+
+    def padded_rows(self, world_size: Any) -> Any:
+        """Rows with padding: every rank has as many."""
+        return -(-self.rows // world_size) * world_size
+
+
+@dataclasses.dataclass(frozen=True)
 class Bucket:
     """One collective: the parameters of one unit that travel together.
 
@@ -36,6 +49,7 @@ class Bucket:
         run: counts the places at which the graph uses the unit, with another unit in between. Gathers of one run are
             started together.
         half: 1 for the second half of a run that is split because nothing can hide it, else 0.
+        shapes: what it carries, in order; from them follow its bytes for any number of ranks.
     """
 
     kind: str
@@ -47,6 +61,7 @@ class Bucket:
     reshard: bool = True
     run: int = 0
     half: int = 0
+    shapes: tuple[ShardedShape, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def group(self) -> tuple[int, int]:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
-from torch import fx
+from collections.abc import Sequence
 
 from fsdp_passes.cost.collectives import collective_us
 from fsdp_passes.cost.hardware import Cluster
@@ -15,27 +11,10 @@ from fsdp_passes.cost.op_cost import OpCost
 from fsdp_passes.cost.simulate import TimedStep, simulate
 from fsdp_passes.cost.steps import Step
 from fsdp_passes.cost.timeline import MemoryPoint, Timeline
-from fsdp_passes.ops import REDUCE_GRAD, UNSHARD
 from fsdp_passes.schedule import ALL_GATHER, REDUCE_SCATTER, Bucket
 
 ONE_ROW = "communication"
 ROWS = {ALL_GATHER: "all_gather stream", REDUCE_SCATTER: "reduce_scatter stream"}
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardedShape:
-    """A whole parameter or gradient that a collective carries: its rows, elements per row, and dtypes.
-
-    `bytes_per_row` are those on the wire; `kept_bytes_per_row` those of the shard as the optimizer sees it.
-    """
-
-    rows: int
-    bytes_per_row: int
-    kept_bytes_per_row: int
-
-    def padded_rows(self, world_size: Any) -> Any:
-        """Rows with padding: every rank has as many."""
-        return -(-self.rows // world_size) * world_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +26,6 @@ class GraphModel:
         steps: in the order to predict.
         unit_names: by unit index.
         world_size: ranks for which the graph was traced.
-        shapes: (kind, unit, dtype) of a bucket -> what it carries.
         kept: gathers of the forward whose results this backward still reads (the root's); alive all the time.
         has_one_stream: whether all-gathers and reduce-scatters share a communication stream.
     """
@@ -56,7 +34,6 @@ class GraphModel:
     steps: tuple[Step, ...]
     unit_names: tuple[str, ...]
     world_size: int
-    shapes: Mapping[tuple[str, int, torch.dtype], tuple[ShardedShape, ...]]
     kept: tuple[Bucket, ...] = ()
     has_one_stream: bool = True
 
@@ -68,8 +45,7 @@ class GraphModel:
         """Bytes of a bucket's whole tensors, padded for `world_size` ranks."""
         if world_size == self.world_size:
             return bucket.num_bytes
-        shapes = self.shapes[bucket.kind, bucket.unit, bucket.dtype]
-        return sum(shape.padded_rows(world_size) * shape.bytes_per_row for shape in shapes)
+        return sum(shape.padded_rows(world_size) * shape.bytes_per_row for shape in bucket.shapes)
 
     def timed_steps(self, cluster: Cluster, world_size: int) -> list[TimedStep]:
         """Steps with durations; with two streams reduce-scatters have a row of their own."""
@@ -131,21 +107,3 @@ def alive_until(steps: Sequence[Step]) -> dict[Bucket, int]:
             if bucket.kind == ALL_GATHER:
                 last[bucket] = index
     return {bucket: index if bucket.reshard else len(steps) for bucket, index in last.items()}
-
-
-def sharded_shapes(traced: fx.Graph) -> dict[tuple[str, int, torch.dtype], tuple[ShardedShape, ...]]:
-    """What each bucket carries, read from the graph with one `unshard` or `reduce_grad` per parameter."""
-    found: dict[tuple[str, int, torch.dtype], list[ShardedShape]] = {}
-    for node in traced.nodes:
-        if node.target is UNSHARD:
-            shard, _, unit, rows, _, _, _, dtype = node.args[:8]
-            kind, rest, kept = ALL_GATHER, shard.meta["val"].shape[1:], shard.meta["val"].dtype
-        elif node.target is REDUCE_GRAD:
-            grad, _, unit, _, _, dtype, kept = node.args
-            kind, rows, rest = REDUCE_SCATTER, grad.meta["val"].shape[0], grad.meta["val"].shape[1:]
-        else:
-            continue
-        per_row = torch.Size(rest).numel()
-        shape = ShardedShape(int(rows), per_row * dtype.itemsize, per_row * kept.itemsize)
-        found.setdefault((kind, unit, dtype), []).append(shape)
-    return {key: tuple(shapes) for key, shapes in found.items()}

@@ -232,7 +232,7 @@ def _communication_us(model: GraphModel, bucket: Bucket) -> sympy.Expr:
 def bucket_bytes(model: GraphModel, bucket: Bucket) -> sympy.Expr:
     """Bytes of a bucket's whole tensors, each padded to a multiple of the ranks in rows."""
     total: sympy.Expr = sympy.Integer(0)
-    for shape in model.shapes[bucket.kind, bucket.unit, bucket.dtype]:
+    for shape in bucket.shapes:
         total += sympy.ceiling(sympy.Integer(shape.rows) / WORLD_SIZE) * WORLD_SIZE * shape.bytes_per_row
     return total
 

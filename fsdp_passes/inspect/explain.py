@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from fsdp_passes.cost.hardware import Cluster, find_cluster
 from fsdp_passes.cost.model_cost import ModelCost
-from fsdp_passes.cost.predict import GraphModel, sharded_shapes
+from fsdp_passes.cost.predict import GraphModel
 from fsdp_passes.cost.steps import steps_of_graph
 from fsdp_passes.cost.symbolic import graph_cost, input_symbol
 from fsdp_passes.cost.timeline import Timeline
@@ -208,7 +208,6 @@ def _models(record: CompilationRecord, world_size: int, snapshot: str = "schedul
                 tuple(steps),
                 tuple(record.unit_names),
                 world_size,
-                {**(models[0].shapes if models else {}), **sharded_shapes(graph.snapshots["traced"])},
                 () if is_forward else kept,
                 record.options.unify_communication_stream,
             )

@@ -12,7 +12,7 @@ from fsdp_passes.gather_ops import ALL_GATHER_OP
 from fsdp_passes.ops import UNSHARD, c10d
 from fsdp_passes.passes._graph import BucketBuilder, aten
 from fsdp_passes.passes._parts import Part, split_in_halves, split_runs
-from fsdp_passes.schedule import ALL_GATHER, FINISH, START, WAIT, Bucket, is_heavy
+from fsdp_passes.schedule import ALL_GATHER, FINISH, START, WAIT, Bucket, ShardedShape, is_heavy
 
 
 def bucket_all_gathers(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
@@ -43,7 +43,8 @@ def bucket_all_gathers(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
         gathered_bytes = sum(map(_gathered_bytes, nodes))
         reshard = bool(nodes[0].args[9])
         bucket = Bucket(
-            *(ALL_GATHER, len(buckets), unit, len(nodes), gathered_bytes, dtype, reshard), run=part.run, half=part.half
+            *(ALL_GATHER, len(buckets), unit, len(nodes), gathered_bytes, dtype, reshard),
+            *(part.run, part.half, tuple(map(_shape, nodes))),
         )
         builder = BucketBuilder(graph, bucket, nodes[0])
         with graph.inserting_before(nodes[0]):
@@ -59,6 +60,11 @@ def bucket_all_gathers(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
 def _gathered_bytes(node: fx.Node) -> int:
     shard, world_size, dtype = node.args[0], node.args[4], node.args[7]
     return int(shard.meta["val"].numel() * world_size * dtype.itemsize)  # type: ignore[union-attr,operator]
+
+
+def _shape(node: fx.Node) -> ShardedShape:
+    row = node.args[0].meta["val"].shape[1:]  # type: ignore[union-attr]
+    return ShardedShape(int(node.args[3]), row.numel() * node.args[7].itemsize)  # type: ignore[arg-type,union-attr]
 
 
 def _parts(graph: fx.Graph, unshards: Sequence[fx.Node]) -> dict[fx.Node, Part]:

@@ -11,7 +11,7 @@ from torch import fx
 from fsdp_passes.ops import REDUCE_GRAD, c10d, group_averages
 from fsdp_passes.passes._graph import BucketBuilder, aten
 from fsdp_passes.passes._parts import Part, split_in_halves, split_runs
-from fsdp_passes.schedule import FINISH, PREPARE, REDUCE_SCATTER, START, WAIT, Bucket, is_heavy
+from fsdp_passes.schedule import FINISH, PREPARE, REDUCE_SCATTER, START, WAIT, Bucket, ShardedShape, is_heavy
 
 
 def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
@@ -41,7 +41,8 @@ def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]
     for (unit, part, dtype, group_name), nodes in by_last_grad:
         wire_bytes = sum(map(_wire_bytes, nodes))
         bucket = Bucket(
-            *(REDUCE_SCATTER, len(buckets), unit, len(nodes), wire_bytes, dtype), run=part.run, half=part.half
+            *(REDUCE_SCATTER, len(buckets), unit, len(nodes), wire_bytes, dtype, True),
+            *(part.run, part.half, tuple(map(_shape, nodes))),
         )
         last = max(nodes, key=lambda node: order[node])
         builder = BucketBuilder(graph, bucket, last)
@@ -57,6 +58,11 @@ def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]
 
 def _wire_bytes(node: fx.Node) -> int:
     return int(node.meta["val"].numel() * node.args[3] * node.args[5].itemsize)  # type: ignore[operator,union-attr]
+
+
+def _shape(node: fx.Node) -> ShardedShape:
+    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    return ShardedShape(int(shape[0]), shape[1:].numel() * node.args[5].itemsize)  # type: ignore[union-attr]
 
 
 def _parts(graph: fx.Graph, reductions: Sequence[fx.Node]) -> dict[fx.Node, Part]:

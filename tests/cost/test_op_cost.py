@@ -10,11 +10,12 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_passes.cost.op_cost import OpCost, costs_of_graph
-from fsdp_passes.cost.predict import ShardedShape, op_us, sharded_shapes
+from fsdp_passes.cost.predict import op_us
 from fsdp_passes.cost.steps import steps_of_graph
 from fsdp_passes.passes.bucket_all_gathers import bucket_all_gathers
 from fsdp_passes.passes.bucket_reduce_scatters import bucket_reduce_scatters
 from fsdp_passes.passes.schedule_one_layer_ahead import schedule_one_layer_ahead
+from fsdp_passes.schedule import ShardedShape
 from tests.cost.test_collectives import cluster
 from tests.graphs import eight_fake_ranks as eight_fake_ranks
 from tests.graphs import reduce_grad, trace, unshard
@@ -114,9 +115,8 @@ def test_steps_know_their_units_and_what_they_read() -> None:
         return y @ unshard(b, 1, rows=7), reduce_grad(x.t() @ x, 0)
 
     graph: fx.Graph = trace(function, torch.ones(1, 8), torch.ones(1, 8), torch.ones(4, 8)).graph
-    shapes = sharded_shapes(graph)
-    bucket_all_gathers(graph, bucket_mode="coalesced")
-    bucket_reduce_scatters(graph, bucket_mode="coalesced")
+    gathers = bucket_all_gathers(graph, bucket_mode="coalesced")
+    (reduction,) = bucket_reduce_scatters(graph, bucket_mode="coalesced")
     schedule_one_layer_ahead(graph, prefetch=1)
     lines = []
     for step in steps_of_graph(graph):
@@ -141,6 +141,6 @@ start reduce_scatter_0 of 0
 wait getitem_2 of 0
 compute mul_tensor of 0 cast of shards""",
     )
-    assert shapes["all_gather", 0, torch.bfloat16] == (ShardedShape(7, 16, 32),)
-    assert shapes["reduce_scatter", 0, torch.float32] == (ShardedShape(8, 32, 32),)
-    assert [ShardedShape(7, 16, 32).padded_rows(ranks) for ranks in (1, 2, 7, 8)] == [7, 8, 7, 8]
+    assert [bucket.shapes for bucket in gathers] == [(ShardedShape(7, 16),), (ShardedShape(7, 32),)]
+    assert reduction.shapes == (ShardedShape(8, 32),)
+    assert [ShardedShape(7, 16).padded_rows(ranks) for ranks in (1, 2, 7, 8)] == [7, 8, 7, 8]

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
+STEPS_PER_SAMPLE = 3
+
 
 @dataclasses.dataclass
 class Measured:
@@ -32,7 +34,7 @@ class Measured:
         peak_allocated_bytes: of a step, the system's own parameters included, what other systems hold left out.
         peak_reserved_bytes: the same of what the caching allocator took from the driver. Systems share its pools, so
             this is less exact.
-        samples_ms: timed steps, the slowest rank's each.
+        samples_ms: of one step, means over `STEPS_PER_SAMPLE` in a row; the slowest rank's each.
         cpu_ms: processor time of this rank's process in each timed step, all threads.
     """
 
@@ -137,7 +139,11 @@ def profile_each(worker: Worker, systems: dict[str, Measured], batch: Batch, lab
 
 
 def time_in_turn(worker: Worker, systems: dict[str, Measured], batch: Batch) -> None:
-    """Time `rounds` steps of each system, A B A B, after one round that does not count."""
+    """Time `rounds` samples of each system, A B A B, after one round that does not count.
+
+    A sample is `STEPS_PER_SAMPLE` steps without a wait of the host in between, as a training loop runs them: the host
+    prepares the next step while the GPU works on this one.
+    """
     device = worker.device
     mine: dict[str, list[float]] = {name: [] for name in systems}
     cpu: dict[str, list[float]] = {name: [] for name in systems}
@@ -150,11 +156,13 @@ def time_in_turn(worker: Worker, systems: dict[str, Measured], batch: Batch) -> 
         synchronize(device)
         worker.control.barrier()
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-        systems[name].system.step(batch)
+        num_steps = STEPS_PER_SAMPLE if device.type == "cuda" else 1
+        for _ in range(num_steps):
+            systems[name].system.step(batch)
         synchronize(device)
         if index > 0:
-            mine[name].append((time.perf_counter() - begin_s) * 1e3)
-            cpu[name].append((time.process_time() - begin_cpu_s) * 1e3)
+            mine[name].append((time.perf_counter() - begin_s) * 1e3 / num_steps)
+            cpu[name].append((time.process_time() - begin_cpu_s) * 1e3 / num_steps)
     by_rank = worker.control.all_of(mine)
     for name, measured in systems.items():
         measured.samples_ms = slowest_rank([samples[name] for samples in by_rank])
