@@ -68,13 +68,14 @@ def _all_gather_ahead(
     dtype: torch.dtype,
     packed: bool,
     is_backward: bool,
+    is_hidden: bool,
 ) -> list[Tensor]:
     unit = _unit_of(label)
     params = _params_of(unit, shards) if unit is not None else ()
     if unit is None or not params:
         return _start(shards, world_size, group_name, dtype, packed)
     request = GatherRequest(params, world_size, group_name, dtype, packed)
-    _enter(unit, request, is_backward)
+    _enter(unit, request, is_backward, is_hidden)
     copies = None if packed else _copies_of_gathered(unit, params)
     if copies is not None:
         return copies
@@ -111,8 +112,9 @@ def _copies_of_gathered(unit: FsdpUnit, params: tuple[FsdpParameter, ...]) -> li
     return [param.gathered().clone() for param in params]
 
 
-def _enter(unit: FsdpUnit, request: GatherRequest, is_backward: bool) -> None:
-    """Tell the context that a graph has begun. A unit with two dtypes calls this twice."""
+def _enter(unit: FsdpUnit, request: GatherRequest, is_backward: bool, is_hidden: bool) -> None:
+    """Tell the context that a graph has begun. A unit with two dtypes calls this twice. A gather that is hidden in its
+    own graph is not started ahead of it."""
     context = unit.context
     lookahead = context.lookahead
     if lookahead.open_requests is not None:
@@ -122,11 +124,14 @@ def _enter(unit: FsdpUnit, request: GatherRequest, is_backward: bool) -> None:
     in_backward = is_in_backward()
     is_grad_enabled = in_backward or context.is_grad_enabled
     entry = Entry(request, True, is_backward, in_backward, is_grad_enabled)
-    if lookahead.enter(entry, functools.partial(_start_ahead, unit, requests)):
+    start = functools.partial(_start_ahead, unit, [] if is_hidden else requests)
+    if lookahead.enter(entry, start):
         drop_started(context)
 
 
 def _start_ahead(unit: FsdpUnit, requests: list[GatherRequest]) -> None:
+    if not requests:
+        return
     drop_started(unit.context)
     push_region(region_name(unit.display_name, ALL_GATHER_REGION))
     for request in requests:
@@ -159,7 +164,7 @@ def _start_next_graph(label: Tensor) -> None:
 
 _SHARED = "Tensor[] shards, Tensor? label, int world_size, str group_name, ScalarType dtype, bool packed"
 library.define(f"all_gather({_SHARED}) -> Tensor[]")
-library.define(f"all_gather_ahead({_SHARED}, bool is_backward) -> Tensor[]")
+library.define(f"all_gather_ahead({_SHARED}, bool is_backward, bool is_hidden) -> Tensor[]")
 # Declared to write the label, like a region, so that no compiler removes it.
 library.define("start_next_graph(Tensor(a!) label) -> ()")
 library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
@@ -175,6 +180,7 @@ def _fake(
     dtype: torch.dtype,
     packed: bool,
     is_backward: bool = False,
+    is_hidden: bool = False,
 ) -> list[Tensor]:
     if packed:
         return [shards[0].new_empty(world_size * sum(shard.numel() for shard in shards), dtype=dtype)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from fsdp_passes.gather_ops import ALL_GATHER_AHEAD_OP, ALL_GATHER_OP, START_NEXT_GRAPH
-from fsdp_passes.schedule import ALL_GATHER, WAIT, bucket_of, role_of
+from fsdp_passes.schedule import ALL_GATHER, WAIT, bucket_of, is_heavy, role_of
 
 
 def prefetch_across_graphs(graph: fx.Graph, *, is_backward: bool) -> bool:
@@ -14,7 +14,9 @@ def prefetch_across_graphs(graph: fx.Graph, *, is_backward: bool) -> bool:
     Before:  all_gather(0) ; all_gather(1) ; wait(0) ; compute(0) ; wait(1) ; compute(1)
     After:   all_gather_ahead(0) ; all_gather(1) ; wait(0) ; compute(0) ; start_next_graph ; wait(1) ; compute(1)
 
-    Which graph comes next is not known here: one artifact may serve every layer. The context learns it at run time.
+    Which graph comes next is not known here: one artifact may serve every layer. The context learns it at run time. A
+    first gather that compute of its own graph hides (of a head's backward) is not started ahead: it would only hold
+    memory for longer.
 
     Requires: scheduled collectives with labels. Does nothing without them, or where the ends are open already.
     Returns: whether anything changed.
@@ -23,10 +25,11 @@ def prefetch_across_graphs(graph: fx.Graph, *, is_backward: bool) -> bool:
     if not starts or any(node.target is ALL_GATHER_AHEAD_OP for node in graph.nodes):
         return False
     first_group = _group_of(starts[0])
+    is_hidden = _computes_before_wait(graph, first_group)
     for node in starts:
         if _group_of(node) == first_group:
             node.target = ALL_GATHER_AHEAD_OP
-            node.args = (*node.args, is_backward)
+            node.args = (*node.args, is_backward, is_hidden)
     waits = [node for node in graph.nodes if _is_gather_wait(node)]
     last_group = _group_of(waits[-1])
     if last_group == first_group:  # as early as possible: there is no compute of another unit to hide it behind
@@ -37,6 +40,20 @@ def prefetch_across_graphs(graph: fx.Graph, *, is_backward: bool) -> bool:
         marker = graph.call_function(START_NEXT_GRAPH, (starts[0].args[1],))
     marker.meta["val"] = None
     return True
+
+
+def _computes_before_wait(graph: fx.Graph, group: tuple[int, int]) -> bool:
+    """Whether something heavy runs between its start and its wait: the gather is hidden in its own graph."""
+    is_started = False
+    for node in graph.nodes:
+        bucket = bucket_of(node)
+        if bucket is not None and bucket.kind == ALL_GATHER and bucket.group == group:
+            if role_of(node) == WAIT:
+                return False
+            is_started = True
+        elif is_started and bucket is None and is_heavy(node):
+            return True
+    return False
 
 
 def _group_of(node: fx.Node) -> tuple[int, int]:

@@ -116,6 +116,12 @@ class _Scheduler:
                 first.setdefault(bucket, len(self.compute))
         return first
 
+    def _first_start(self) -> int:
+        """Compute position at which the first gathers start: the first heavy step or the first read. What comes before
+        (the loss's backward) hides little, and its memory is often the peak of a step."""
+        heavy = next((index for index, node in enumerate(self.compute) if is_heavy(node)), len(self.compute))
+        return min([heavy, *self.boundaries])
+
     def _ready_reductions(self, position: dict[fx.Node, int]) -> dict[int, list[Bucket]]:
         """Compute position -> reductions whose last gradient is made there (-1: all are graph inputs)."""
         ready: dict[int, list[Bucket]] = {}
@@ -175,11 +181,13 @@ class _Scheduler:
         if not self.starts:
             return False
         self._emit(self.inputs)
-        # Nothing computes yet: as many units as will be whole at once from then on.
-        self._emit_gather_starts(1 + self.prefetch)
+        begin = self._first_start()
         held = self.ready.get(-1, [])
         num_passed = 0
         for index in range(len(self.compute) + 1):
+            if index == begin:
+                # No unit is whole yet: as many as will be from then on.
+                self._emit_gather_starts(1 + self.prefetch)
             for _ in self.boundaries.get(index, ()):
                 self._emit_gather_starts(num_passed + 1 + self.prefetch)
                 self._emit_reductions(held)
