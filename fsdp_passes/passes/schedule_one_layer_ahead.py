@@ -186,8 +186,7 @@ class _Scheduler:
         num_passed = 0
         for index in range(len(self.compute) + 1):
             if index == begin:
-                # No unit is whole yet: as many as will be from then on.
-                self._emit_gather_starts(1 + self.prefetch)
+                self._emit_gather_starts(self.prefetch)
             for _ in self.boundaries.get(index, ()):
                 self._emit_gather_starts(num_passed + 1 + self.prefetch)
                 self._emit_reductions(held)
@@ -201,6 +200,10 @@ class _Scheduler:
             self._emit([node])
             held = held + self.ready.get(index, [])
             if held and not self._reaches_boundary(index):
+                if num_passed == 0:
+                    # No unit is whole yet; the head's backward is over. As many as will be whole from then on, ahead of
+                    # a reduction that nobody waits for.
+                    self._emit_gather_starts(1 + self.prefetch)
                 self._emit_reductions(held)
                 held = []
         self._emit_reductions(held)

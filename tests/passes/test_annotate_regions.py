@@ -78,7 +78,7 @@ def test_golden_backward() -> None:
     assert_expected_inline(
         steps(passes["annotate_regions"]),
         """\
-open(primals_11) all_gather_0.start all_gather_1.start mm_4 mm_5 native_layer_norm_backward
+open(primals_11) all_gather_0.start mm_4 mm_5 native_layer_norm_backward all_gather_1.start
 reduce_scatter_0.start gelu_backward close(primals_11) open(primals_14) mm_6 all_gather_0.wait mm_7
 native_layer_norm_backward_1 reduce_scatter_1.start reduce_scatter_0.wait add_3 gelu_backward_1
 close(primals_14) open(primals_13) mm_8 all_gather_2.start all_gather_1.wait mm_9 native_layer_norm_backward_2
