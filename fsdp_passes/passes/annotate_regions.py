@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from fsdp_passes.ops import REGION_BEGIN, REGION_END
 from fsdp_passes.regions import ALL_GATHER_REGION, BACKWARD_COMPUTE, FORWARD_COMPUTE, REDUCE_SCATTER_REGION
 from fsdp_passes.schedule import (
     ALL_GATHER,
-    PREPARE,
-    REDUCE_SCATTER,
     START,
     bucket_of,
     gathered_reads,
+    gradient_makers,
     is_marker,
     role_of,
 )
@@ -67,7 +65,7 @@ def _enclose(graph: fx.Graph, label: fx.Node, phase: str, first: fx.Node, last: 
 def _owners(graph: fx.Graph) -> dict[fx.Node, int]:
     """Compute node -> unit index, for every compute node if the graph knows any unit."""
     reads = gathered_reads(graph)
-    feeds = _gradient_makers(graph)
+    feeds = gradient_makers(graph)
     owners: dict[fx.Node, int] = {}
     unowned: list[fx.Node] = []
     current: int | None = None
@@ -88,20 +86,3 @@ def _owners(graph: fx.Graph) -> dict[fx.Node, int]:
         unowned = []
         owners[node] = current
     return owners
-
-
-def _gradient_makers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Compute node that makes a gradient -> the unit of its parameter. Views and packing in between are looked through:
-    autograd makes the product for a weight's gradient before the one that reads the weight."""
-    makers: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        bucket = bucket_of(node)
-        if bucket is None or bucket.kind != REDUCE_SCATTER or role_of(node) not in (PREPARE, START):
-            continue
-        for source in node.all_input_nodes:
-            while isinstance(source.target, torch._ops.OpOverload) and source.target.is_view:
-                makers[source] = bucket.unit
-                source = source.all_input_nodes[0]
-            if source.op == "call_function" and bucket_of(source) is None:
-                makers[source] = bucket.unit
-    return makers

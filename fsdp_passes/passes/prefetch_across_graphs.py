@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from fsdp_passes.gather_ops import ALL_GATHER_AHEAD_OP, ALL_GATHER_OP, START_NEXT_GRAPH
-from fsdp_passes.schedule import ALL_GATHER, WAIT, bucket_of, is_heavy, role_of
+from fsdp_passes.schedule import ALL_GATHER, WAIT, bucket_of, heavy_before_first_read, role_of
 
 
 def prefetch_across_graphs(graph: fx.Graph, *, is_backward: bool) -> bool:
@@ -25,7 +25,7 @@ def prefetch_across_graphs(graph: fx.Graph, *, is_backward: bool) -> bool:
     if not starts or any(node.target is ALL_GATHER_AHEAD_OP for node in graph.nodes):
         return False
     first_group = _group_of(starts[0])
-    is_hidden = _computes_before_wait(graph, first_group)
+    is_hidden = heavy_before_first_read(graph) is not None
     for node in starts:
         if _group_of(node) == first_group:
             node.target = ALL_GATHER_AHEAD_OP
@@ -40,20 +40,6 @@ def prefetch_across_graphs(graph: fx.Graph, *, is_backward: bool) -> bool:
         marker = graph.call_function(START_NEXT_GRAPH, (starts[0].args[1],))
     marker.meta["val"] = None
     return True
-
-
-def _computes_before_wait(graph: fx.Graph, group: tuple[int, int]) -> bool:
-    """Whether something heavy runs between its start and its wait: the gather is hidden in its own graph."""
-    is_started = False
-    for node in graph.nodes:
-        bucket = bucket_of(node)
-        if bucket is not None and bucket.kind == ALL_GATHER and bucket.group == group:
-            if role_of(node) == WAIT:
-                return False
-            is_started = True
-        elif is_started and bucket is None and is_heavy(node):
-            return True
-    return False
 
 
 def _group_of(node: fx.Node) -> tuple[int, int]:

@@ -12,6 +12,8 @@ from fsdp_passes.schedule import (
     Bucket,
     bucket_of,
     gathered_reads,
+    gradient_makers,
+    heavy_before_first_read,
     is_heavy,
     role_of,
 )
@@ -93,13 +95,15 @@ class _Scheduler:
         self.starts, self.waits = starts, waits
         position = {node: index for index, node in enumerate(self.compute)}
         self.first_read = self._first_reads(position)
-        self.boundaries: dict[int, list[Group]] = {}  # compute position -> what is first read there
+        self.boundaries: dict[int, list[Group]] = {}  # compute position -> the units whose compute begins there
         self.group_order: list[Group] = []
-        for bucket, where in sorted(self.first_read.items(), key=lambda item: (item[1], item[0].index)):
+        begins = self._begins(position)
+        for bucket in sorted(self.first_read, key=lambda bucket: (begins[bucket.group], bucket.index)):
             if bucket.group not in self.group_order:
                 self.group_order.append(bucket.group)
-                self.boundaries.setdefault(where, []).append(bucket.group)
+                self.boundaries.setdefault(begins[bucket.group], []).append(bucket.group)
         self.ready = self._ready_reductions(position)
+        self.first_start = self._first_start(position)
         self.num_started = 0
         self.awaiting: list[Bucket] = []  # reductions in flight, oldest first
 
@@ -116,11 +120,22 @@ class _Scheduler:
                 first.setdefault(bucket, len(self.compute))
         return first
 
-    def _first_start(self) -> int:
-        """Compute position at which the first gathers start: the first heavy step or the first read. What comes before
-        (the loss's backward) hides little, and its memory is often the peak of a step."""
-        heavy = next((index for index, node in enumerate(self.compute) if is_heavy(node)), len(self.compute))
-        return min([heavy, *self.boundaries])
+    def _begins(self, position: dict[fx.Node, int]) -> dict[Group, int]:
+        """Compute position at which each unit's compute begins: its first read, or in a backward the product for the
+        gradient of one of its weights, which autograd makes before the one that reads the weight."""
+        begins: dict[Group, int] = {}
+        for bucket, where in self.first_read.items():
+            begins[bucket.group] = min(where, begins.get(bucket.group, where))
+        makers = [(position[node], unit) for node, unit in gradient_makers(self.graph).items() if is_heavy(node)]
+        for group, where in begins.items():
+            begins[group] = min([where, *(made for made, unit in makers if unit == group[0])])
+        return begins
+
+    def _first_start(self, position: dict[fx.Node, int]) -> int:
+        """Compute position at which the first gathers start: the beginning, or the first heavy step of a unit that
+        reads nothing gathered (a head's backward). What comes before that (the loss) hides little and needs memory."""
+        heavy = heavy_before_first_read(self.graph)
+        return 0 if heavy is None else position[heavy]
 
     def _ready_reductions(self, position: dict[fx.Node, int]) -> dict[int, list[Bucket]]:
         """Compute position -> reductions whose last gradient is made there (-1: all are graph inputs)."""
@@ -181,11 +196,10 @@ class _Scheduler:
         if not self.starts:
             return False
         self._emit(self.inputs)
-        begin = self._first_start()
         held = self.ready.get(-1, [])
         num_passed = 0
         for index in range(len(self.compute) + 1):
-            if index == begin:
+            if index == self.first_start:
                 self._emit_gather_starts(self.prefetch)
             for _ in self.boundaries.get(index, ()):
                 self._emit_gather_starts(num_passed + 1 + self.prefetch)
