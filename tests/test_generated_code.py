@@ -40,8 +40,8 @@ mm(gather2) gather4.start gather3.wait mm(gather3) gather4.wait mm(gather4)""",
     assert_expected_inline(
         order(backward),
         """\
-gather0.start mm() mm() gather1.start reduce0.start mm() gather0.wait mm(gather0) reduce1.start reduce0.wait
-mm() gather2.start gather1.wait mm(gather1) reduce2.start reduce1.wait mm() gather2.wait mm(gather2)
+gather0.start mm() mm() gather1.start reduce0.start mm() gather0.wait mm(gather0) gather2.start reduce1.start
+reduce0.wait mm() gather1.wait mm(gather1) reduce2.start reduce1.wait mm() gather2.wait mm(gather2)
 reduce3.start reduce2.wait reduce4.start reduce3.wait reduce4.wait""",
     )
 

@@ -68,16 +68,16 @@ backward: 1.324 ms = compute 1.257 + idle 0.067; communication 0.316 ms, of it e
   unit      collective       MiB  starts before  awaited before  compute ms  comm ms  exposed ms  why
   layers.2  all_gather      4.00  root           layers.2             0.227    0.042       0.000  hidden behind
         root, layers.2
-  layers.1  all_gather      4.00  root           layers.1             0.637    0.042       0.000  hidden behind
-        root, layers.2, layers.1
-  layers.0  all_gather      4.00  layers.1       layers.0             0.411    0.042       0.000  hidden behind
-        layers.1, layers.0
-  root      reduce_scatter  0.07  root           layers.2             0.398    0.032       0.000  hidden behind
-        root, layers.2
-  layers.2  reduce_scatter  4.00  layers.2       layers.1             0.410    0.042       0.000  hidden behind
+  layers.1  all_gather      4.00  layers.2       layers.1             0.593    0.042       0.000  hidden behind
         layers.2, layers.1
-  layers.1  reduce_scatter  4.00  layers.1       layers.0             0.411    0.042       0.000  hidden behind
+  layers.0  all_gather      4.00  layers.1       layers.0             0.594    0.042       0.000  hidden behind
         layers.1, layers.0
+  root      reduce_scatter  0.07  layers.2       layers.1             0.410    0.032       0.000  hidden behind
+        layers.2
+  layers.2  reduce_scatter  4.00  layers.1       layers.0             0.410    0.042       0.000  hidden behind
+        layers.1
+  layers.1  reduce_scatter  4.00  layers.0       layers.0             0.385    0.042       0.000  hidden behind
+        layers.0
   layers.0  reduce_scatter  4.00  layers.0       the end              0.007    0.042       0.035  takes 42 us, the
         compute meanwhile only 7 us
   root      reduce_scatter  0.06  the end        the end              0.000    0.032       0.032  queued 35 us
