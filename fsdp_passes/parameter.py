@@ -40,6 +40,8 @@ class FsdpParameter:
         self.rows = param.shape[0]
         self.rows_per_rank = math.ceil(self.rows / self.world_size)
         self.mp_policy = mp_policy
+        # The sum of this rank's gradients since gradient sync was switched off, full shape, in the reduction's dtype.
+        self.accumulated_grad: torch.Tensor | None = None
         self.num_adoptions = 0  # how often another DTensor took our place
         self._set_dtypes(param.dtype)
 
@@ -160,6 +162,17 @@ class FsdpParameter:
             self.param_dtype,
             self.reduce_dtype,
             self.unit.reshards_after_forward,
+            self.unit.divide_factor,
+            self.keeps_whole_grad,
+        )
+
+    @property
+    def keeps_whole_grad(self) -> bool:
+        """Whether the next backward leaves this parameter's gradient whole on the placeholder, instead of reducing it
+        inside the graph: gradient sync is off, or it was, and what was accumulated is reduced together with it."""
+        unit = self.unit
+        return self.placeholder.requires_grad and (
+            not unit.syncs_gradients or any(param.accumulated_grad is not None for param in unit.params)
         )
 
     def gathered(self) -> torch.Tensor:

@@ -62,9 +62,18 @@ class FsdpUnit:
     may_run_eagerly: bool = False
     # Whether the user's `unshard()` gathered it and `reshard()` did not come yet.
     is_held: bool = False
+    # Whether a backward left it gathered on purpose, for the forward that follows.
+    is_kept: bool = False
     # Units that own a parameter to which a module of this unit refers too (a tied head): the fallback gathers them with
     # this one.
     borrows_from: list[FsdpUnit] = dataclasses.field(default_factory=list)
+    # What the methods of `FsdpModule` set. Whether a backward reduces the gradients or only adds them up, whether it
+    # gathers the parameters, and whether it releases them; what the sum over the ranks is divided by, None for their
+    # number.
+    syncs_gradients: bool = True
+    unshards_in_backward: bool = True
+    reshards_after_backward: bool = True
+    divide_factor: float | None = None
     label: torch.Tensor = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
