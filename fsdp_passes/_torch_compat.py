@@ -109,6 +109,12 @@ def make_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:
     return DTensor(local, like._spec, requires_grad=False)
 
 
+def gradient_hooks(param: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """What `register_hook` and `register_post_accumulate_grad_hook` registered on `param`, in that order."""
+    before, after = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
+    return list((before or {}).values()), list((after or {}).values())
+
+
 def without_version_bump(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """In-place writes inside leave autograd's version counter of `tensor` as it was."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from fsdp_passes._torch_compat import local_tensor, make_dtensor, reduce_scatter_coalesced
+from fsdp_passes._torch_compat import gradient_hooks, local_tensor, make_dtensor, reduce_scatter_coalesced
 from fsdp_passes.ops import GradientDivision, gradient_division, group_averages
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import pop_region, push_region, region_name
@@ -88,7 +88,10 @@ class _Reduction:
             done = None
             if device.type == "cuda":
                 work.wait()  # the communication stream waits, not the host
-                self._write(outputs)
+                # Hooks are the user's code and may step an optimizer: they run on the compute stream, behind the wait.
+                is_written = not any(any(gradient_hooks(param.sharded_param)) for param in self.params)
+                if is_written:
+                    self._write(outputs)
                 done = torch.cuda.current_stream(device).record_event()
         pop_region()
 
@@ -101,6 +104,8 @@ class _Reduction:
                 # The optimizer must not read gradients that are still being reduced, and the packed inputs must not
                 # be reused before the reduction has read them.
                 torch.cuda.current_stream(device).wait_event(done)
+                if write and not is_written:
+                    self._write(outputs)
             self.packed = []
 
         return finish
@@ -111,8 +116,15 @@ class _Reduction:
                 if self.division.reduce_op != "avg":
                     output.mul_(self.division.after)
                 sharded = param.sharded_param
-                local = output[: param.local_rows].to(param.orig_dtype)
+                before, after = gradient_hooks(sharded)
+                grad: torch.Tensor = make_dtensor(output[: param.local_rows].to(param.orig_dtype), sharded)
+                for hook in before:
+                    changed = hook(grad)
+                    grad = grad if changed is None else changed
                 if sharded.grad is None:
-                    sharded.grad = make_dtensor(local, sharded)  # type: ignore[arg-type]
+                    sharded.grad = grad
                 else:
-                    local_tensor(sharded.grad).add_(local)  # type: ignore[arg-type]
+                    local_tensor(sharded.grad).add_(local_tensor(grad))
+                for hook in after:
+                    with torch.enable_grad():  # as autograd calls it
+                        hook(sharded)
