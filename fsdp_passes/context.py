@@ -106,6 +106,12 @@ class FsdpContext:
         self._backward_region: str | None = None
         self._device: torch.device | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FsdpContext:
+        """Nothing runs in a copy, and it has not seen an order yet. Each copied unit enters itself: a copy of a part of
+        the model must not bring the rest along."""
+        memo[id(self)] = new = FsdpContext()
+        return new
+
     def adopt(self, other: FsdpContext) -> None:
         """Take over the units of a context whose root is nested in ours."""
         for unit in other.units:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -62,8 +63,20 @@ class FsdpParameter:
             stride=full_stride,
         )
         self.adopted_param = nn.Parameter(sharded, requires_grad=param.requires_grad)
-        self._adopted_local = local_tensor(self.adopted_param)
+        self._adopted_local: torch.Tensor | None = local_tensor(self.adopted_param)
         self.placeholder = self._make_placeholder(param.device, param.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FsdpParameter:
+        """Another parameter with the same values, in the same group; nothing of it is gathered."""
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(self.__dict__, accumulated_grad=None, _adopted_local=None)
+        for name in ("unit", "references", "adopted_param"):
+            setattr(new, name, copy.deepcopy(getattr(self, name), memo))
+        # The placeholder has no values to copy. The shard takes those of the copied DTensor: `shard` adopts it, since
+        # `_adopted_local` is none of its own.
+        new.placeholder = new._make_placeholder(self.placeholder.device, self.placeholder.requires_grad)
+        return new
 
     def _set_dtypes(self, dtype: torch.dtype) -> None:
         """Integers and complex numbers are never cast."""

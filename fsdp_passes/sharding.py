@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from fsdp_passes._torch_compat import never_compile_alone
 from fsdp_passes.context import FsdpContext
 from fsdp_passes.debug import check_eager_read
 from fsdp_passes.eager import gather_for_eager_read, install_hooks
+from fsdp_passes.errors import PickledModuleError
 from fsdp_passes.fsdp_module import FsdpModule
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.sharding_plan import (
@@ -180,6 +182,19 @@ def _sharded_class(original: type[nn.Module], names: tuple[str, ...], is_unit: b
         original._load_from_state_dict(module, *args, **kwargs)
         _adopt_replaced(module)
 
+    def __deepcopy__(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        if hasattr(original, "__deepcopy__"):
+            return original.__deepcopy__(module, memo)  # type: ignore[no-any-return]
+        new = type(module).__new__(type(module))
+        memo[id(module)] = new
+        getstate = getattr(module, "__getstate__", lambda: module.__dict__)  # Python 3.10 has no default
+        new.__setstate__(copy.deepcopy(getstate(), memo))
+        return new
+
+    def __reduce_ex__(module: nn.Module, protocol: Any) -> Any:
+        raise PickledModuleError(original.__name__)
+
+    namespace.update(__deepcopy__=__deepcopy__, __reduce_ex__=__reduce_ex__)
     if names:
         namespace["_apply"] = _apply
         namespace["_load_from_state_dict"] = _load_from_state_dict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from fsdp_passes.context import FsdpContext
 
 ROOT_LABEL = "root"
+
+# What a copy shares with the original, and what it copies; all the rest begins as in a new unit.
+_SETTINGS = {"mesh", "mp_policy", "reshard_after_forward", "name", "is_root", "syncs_gradients", "unshards_in_backward"}
+_SETTINGS |= {"reshards_after_backward", "divide_factor"}
+_COPIED_BY_HAND = {"module", "params", "borrows_from", "forward_prefetch", "backward_prefetch", "context", "label"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -79,10 +85,20 @@ class FsdpUnit:
     def __post_init__(self) -> None:
         self.label = new_label(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy (`deepcopy`, pickling) is a unit of its own: graphs must not take it for the original."""
-        self.__dict__.update(state)
-        self.label = new_label(self)
+    def __deepcopy__(self, memo: dict[int, Any]) -> FsdpUnit:
+        """A unit of its own with the same settings: graphs must not take it for the original. It rests."""
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        fields = {field.name: field for field in dataclasses.fields(self) if field.name not in _COPIED_BY_HAND}
+        for name, field in fields.items():
+            made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+            setattr(new, name, getattr(self, name) if name in _SETTINGS else made)
+        for name in ("module", "params", "borrows_from", "forward_prefetch", "backward_prefetch"):
+            setattr(new, name, copy.deepcopy(getattr(self, name), memo))
+        new.context = copy.deepcopy(self.context, memo)
+        new.context.units = [memo[id(unit)] for unit in self.context.units if id(unit) in memo]
+        new.label = new_label(new)
+        return new
 
     @property
     def is_unsharded(self) -> bool:

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_passes import fully_shard
 from tests.distributed.checks import WAYS, call_of
@@ -97,9 +97,7 @@ def optimizer_variants(way: str) -> None:
         _, reference = build(make)
         with torch.no_grad():
             for name, param in model.named_parameters():
-                param.copy_(
-                    torch.distributed.tensor.distribute_tensor(state[name], param.device_mesh, param.placements)
-                )
+                param.copy_(distribute_tensor(state[name], param.device_mesh, param.placements))
         how = {"optimizer": functools.partial(torch.optim.AdamW, eps=1e-6, **variant), "clip": 0.1}
         found = train(model, batches, sharded=True, call=call, **how)
         assert_same(found, train(reference, batches, sharded=False, **how))
