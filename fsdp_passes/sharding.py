@@ -41,6 +41,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     units: Sequence[str] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> nn.Module:
     """Shard the parameters of `module` over `mesh`, as one unit.
 
@@ -59,6 +60,7 @@ def fully_shard(
         ignored_params: parameters to leave as they are.
         units: patterns of module paths; each matching module becomes a unit first, the innermost first. "*" matches
             within one part of a path, "**" any number of parts.
+        dp_mesh_dims: not supported yet.
 
     Returns:
         `module`.
@@ -66,7 +68,7 @@ def fully_shard(
     Raises:
         An error of `fsdp_passes.errors`; the model is then as it was before the call.
     """
-    check_arguments(reshard_after_forward, shard_placement_fn, offload_policy)
+    check_arguments(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
     mesh = check_mesh(mesh)
     mp_policy = mp_policy or MixedPrecisionPolicy()
     ignored = set(ignored_params or ())

@@ -136,6 +136,7 @@ class TestFullyShard:
             ("reshard_after_forward", "yes"),
             ("shard_placement_fn", lambda param: Shard(1)),
             ("offload_policy", CPUOffloadPolicy()),
+            ("dp_mesh_dims", ("shard",)),
         ],
     )
     def test_arguments_without_support(self, argument: str, value: Any) -> None:

@@ -342,3 +342,23 @@ def bad_values() -> None:
 
 def test_values_out_of_range_are_refused(two_ranks: RankPool) -> None:
     two_ranks.run(f"{HERE}:bad_values")
+
+
+# ---- ignored parameters ----------------------------------------------------------------------------------------------
+
+
+def ignored(way: str) -> None:
+    """The ignored head stays whole; its gradient is this rank's own, as with FSDP2."""
+    model, twin = build(Lookup)
+    fully_shard(model, ignored_params=set(model.head.parameters()))
+    fsdp2.fully_shard(twin, ignored_params=set(twin.head.parameters()))
+    tokens = torch.arange(6) + 5 * torch.distributed.get_rank()
+    for run in (call_of(model, way), twin):
+        run(tokens).backward()
+    assert type(model.head.weight) is nn.Parameter
+    assert_same_grads(model, twin, "ignored head")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ignored_parameters_stay_as_they_are(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:ignored", way=way)
