@@ -140,6 +140,8 @@ def undo_interrupted(context: FsdpContext) -> None:
             unit.is_in_compiled_forward = unit.may_run_eagerly = False
             for param in unit.params:
                 param.placeholder.grad = param.accumulated_grad = None
+            for scalar in unit.scalars:
+                scalar.placeholder.grad = None
             release(unit)
         context.drain_delayed_releases(0)
     context.phases.clear()

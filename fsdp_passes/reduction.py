@@ -115,16 +115,20 @@ class _Reduction:
             for param, output in zip(self.params, outputs, strict=True):
                 if self.division.reduce_op != "avg":
                     output.mul_(self.division.after)
-                sharded = param.sharded_param
-                before, after = gradient_hooks(sharded)
-                grad: torch.Tensor = make_dtensor(output[: param.local_rows].to(param.orig_dtype), sharded)
-                for hook in before:
-                    changed = hook(grad)
-                    grad = grad if changed is None else changed
-                if sharded.grad is None:
-                    sharded.grad = grad
-                else:
-                    local_tensor(sharded.grad).add_(local_tensor(grad))
-                for hook in after:
-                    with torch.enable_grad():  # as autograd calls it
-                        hook(sharded)
+                accumulate_gradient(param.sharded_param, output[: param.local_rows].to(param.orig_dtype))
+
+
+def accumulate_gradient(param: torch.Tensor, local: torch.Tensor) -> None:
+    """Add a reduced gradient to `.grad` of a DTensor, with the hooks that autograd would call."""
+    before, after = gradient_hooks(param)
+    grad: torch.Tensor = make_dtensor(local, param)
+    for hook in before:
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    if param.grad is None:
+        param.grad = grad
+    else:
+        local_tensor(param.grad).add_(local_tensor(grad))
+    for hook in after:
+        with torch.enable_grad():  # as autograd calls it
+            hook(param)

@@ -19,6 +19,7 @@ from fsdp_passes.eager import gather_for_eager_read, install_hooks
 from fsdp_passes.errors import PickledModuleError
 from fsdp_passes.fsdp_module import FsdpModule
 from fsdp_passes.parameter import FsdpParameter
+from fsdp_passes.scalar import FsdpScalar
 from fsdp_passes.sharding_plan import (
     REPLACED_BY,
     Named,
@@ -103,9 +104,12 @@ def _make_unit(
     if mesh.device_type == "cuda":
         _move_to_device(module, plan, ignored)
     for param, references, path in plan:
-        fsdp_param = FsdpParameter(param, path, mesh, mp_policy)
+        fsdp_param: FsdpParameter | FsdpScalar
+        if param.dim() == 0:
+            unit.scalars.append(fsdp_param := FsdpScalar(param, path, mesh, mp_policy))
+        else:
+            unit.params.append(fsdp_param := FsdpParameter(param, path, mesh, mp_policy))
         fsdp_param.unit = unit
-        unit.params.append(fsdp_param)
         for owner, name in references:
             _refer(owner, name, fsdp_param)
         setattr(param, REPLACED_BY, fsdp_param)
@@ -146,7 +150,7 @@ def _move_to_device(module: nn.Module, plan: Named, ignored: set[nn.Parameter]) 
             tensor.data = tensor.data.to(device)
 
 
-def _refer(owner: nn.Module, name: str, fsdp_param: FsdpParameter) -> None:
+def _refer(owner: nn.Module, name: str, fsdp_param: FsdpParameter | FsdpScalar) -> None:
     """Let `owner.<name>` be `fsdp_param`."""
     fsdp_param.references.append((owner, name))
     table = owner.__dict__.setdefault("_fsdp_parameters", {})
@@ -213,7 +217,9 @@ def _adopt_replaced(module: nn.Module) -> None:
 def _face(name: str, module: nn.Module) -> torch.Tensor:
     """What `module.<name>` gives: the placeholder to a compiler, the gathered parameter to an eager forward, and the
     sharded DTensor to everybody else."""
-    param: FsdpParameter = module.__dict__["_fsdp_parameters"][name]
+    param: FsdpParameter | FsdpScalar = module.__dict__["_fsdp_parameters"][name]
+    if isinstance(param, FsdpScalar):
+        return param.face() if torch.compiler.is_compiling() else param.eager_face()
     if torch.compiler.is_compiling():
         return param.placeholder
     if not param.unit.is_unsharded:

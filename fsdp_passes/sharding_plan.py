@@ -143,10 +143,6 @@ def _check_parameter(param: nn.Parameter, path: str, mesh: DeviceMesh) -> None:
         raise ForeignDTensorError(path, f"mesh {param.device_mesh} as {param.placements}", str(mesh))
     if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
         raise IntegerParameterError(path, param.dtype)
-    if param.dim() == 0:
-        raise UnsupportedParameterError(
-            path, "a scalar", "Give it the shape (1,), or pass it in ignored_params and reduce its gradient yourself."
-        )
     if param.numel() == 0:
         raise UnsupportedParameterError(path, f"the empty shape {tuple(param.shape)}", "Pass it in ignored_params.")
 

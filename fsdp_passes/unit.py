@@ -17,13 +17,23 @@ from fsdp_passes.regions import new_label
 
 if TYPE_CHECKING:
     from fsdp_passes.context import FsdpContext
+    from fsdp_passes.scalar import FsdpScalar
 
 ROOT_LABEL = "root"
 
 # What a copy shares with the original, and what it copies; all the rest begins as in a new unit.
 _SETTINGS = {"mesh", "mp_policy", "reshard_after_forward", "name", "is_root", "syncs_gradients", "unshards_in_backward"}
 _SETTINGS |= {"reshards_after_backward", "divide_factor"}
-_COPIED_BY_HAND = {"module", "params", "borrows_from", "forward_prefetch", "backward_prefetch", "context", "label"}
+_COPIED_BY_HAND = {
+    "module",
+    "params",
+    "scalars",
+    "borrows_from",
+    "forward_prefetch",
+    "backward_prefetch",
+    "context",
+    "label",
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,6 +90,8 @@ class FsdpUnit:
     unshards_in_backward: bool = True
     reshards_after_backward: bool = True
     divide_factor: float | None = None
+    # Parameters without dimensions: in no gather, since every rank has them whole.
+    scalars: list[FsdpScalar] = dataclasses.field(default_factory=list)
     label: torch.Tensor = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,7 +105,7 @@ class FsdpUnit:
         for name, field in fields.items():
             made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
             setattr(new, name, getattr(self, name) if name in _SETTINGS else made)
-        for name in ("module", "params", "borrows_from", "forward_prefetch", "backward_prefetch"):
+        for name in ("module", "params", "scalars", "borrows_from", "forward_prefetch", "backward_prefetch"):
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         new.context = copy.deepcopy(self.context, memo)
         new.context.units = [memo[id(unit)] for unit in self.context.units if id(unit) in memo]
