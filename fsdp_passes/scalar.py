@@ -25,8 +25,8 @@ class FsdpScalar:
 
     replicated   `DTensor(Replicate())` in `module._parameters[name]`: what optimizers and checkpoints see, next to the
                  sharded parameters.
-    placeholder  an `nn.Parameter` in the same memory: what a forward reads, compiled or not. Its gradient is all-reduced
-                 as soon as it is complete, outside of any graph.
+    placeholder  an `nn.Parameter` in the same memory: what a forward reads, compiled or not. Its gradient is
+                 all-reduced as soon as it is complete, outside of any graph.
     """
 
     def __init__(self, param: nn.Parameter, name: str, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy) -> None:

@@ -24,16 +24,7 @@ ROOT_LABEL = "root"
 # What a copy shares with the original, and what it copies; all the rest begins as in a new unit.
 _SETTINGS = {"mesh", "mp_policy", "reshard_after_forward", "name", "is_root", "syncs_gradients", "unshards_in_backward"}
 _SETTINGS |= {"reshards_after_backward", "divide_factor"}
-_COPIED_BY_HAND = {
-    "module",
-    "params",
-    "scalars",
-    "borrows_from",
-    "forward_prefetch",
-    "backward_prefetch",
-    "context",
-    "label",
-}
+_COPIED = ("module", "params", "scalars", "borrows_from", "forward_prefetch", "backward_prefetch")
 
 
 @dataclasses.dataclass(eq=False)
@@ -101,11 +92,13 @@ class FsdpUnit:
         """A unit of its own with the same settings: graphs must not take it for the original. It rests."""
         new = object.__new__(type(self))
         memo[id(self)] = new
-        fields = {field.name: field for field in dataclasses.fields(self) if field.name not in _COPIED_BY_HAND}
+        fields = {
+            field.name: field for field in dataclasses.fields(self) if field.name not in (*_COPIED, "context", "label")
+        }
         for name, field in fields.items():
             made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
             setattr(new, name, getattr(self, name) if name in _SETTINGS else made)
-        for name in ("module", "params", "scalars", "borrows_from", "forward_prefetch", "backward_prefetch"):
+        for name in _COPIED:
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         new.context = copy.deepcopy(self.context, memo)
         new.context.units = [memo[id(unit)] for unit in self.context.units if id(unit) in memo]
