@@ -52,6 +52,7 @@ __all__ = [
     "detect_fake_mode",
     "foreach_copy",
     "get_hash_for_files",
+    "gradient_hooks",
     "group_of",
     "inductor_mode_options",
     "inductor_schedulers_off",
