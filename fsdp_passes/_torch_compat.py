@@ -52,6 +52,7 @@ __all__ = [
     "detect_fake_mode",
     "foreach_copy",
     "get_hash_for_files",
+    "gradient_hooks",
     "group_of",
     "inductor_mode_options",
     "inductor_schedulers_off",
@@ -107,6 +108,12 @@ def make_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:
     """A DTensor of `like`'s global shape and placement around `local`; no communication, no autograd node."""
     assert isinstance(like, DTensor), f"expected a DTensor, found {type(like).__name__}"
     return DTensor(local, like._spec, requires_grad=False)
+
+
+def gradient_hooks(param: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """What `register_hook` and `register_post_accumulate_grad_hook` registered on `param`, in that order."""
+    before, after = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
+    return list((before or {}).values()), list((after or {}).values())
 
 
 def without_version_bump(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:

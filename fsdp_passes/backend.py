@@ -29,6 +29,7 @@ from fsdp_passes._torch_compat import (
 )
 from fsdp_passes.context import ensure_reduce_group
 from fsdp_passes.debug import CheckedInterpreter, debug_flags
+from fsdp_passes.eager_backward import whole_inputs
 from fsdp_passes.errors import NothingShardedWarning, StaleParametersError
 from fsdp_passes.gathering import release_on_demand
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
@@ -143,15 +144,18 @@ def _warn_nothing_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> 
 
 
 def _local_inputs(example_inputs: Sequence[Any], positions: Sequence[int], label_from: Sequence[int]) -> list[Any]:
-    """The compiler's example inputs: fake shards where the placeholders were, then the labels."""
+    """The compiler's example inputs: fake shards where the placeholders were, the labels, and the placeholders of
+    parameters whose gradients are kept whole."""
     fake_mode = detect_fake_mode() or FakeTensorMode()
     inputs = list(example_inputs)
     params = [_parameter_at(example_inputs, position) for position in positions]
     for position, param in zip(positions, params, strict=True):
-        shard = param.shard().detach().requires_grad_(param.placeholder.requires_grad)
+        is_reduced = param.placeholder.requires_grad and not param.keeps_whole_grad
+        shard = param.shard().detach().requires_grad_(is_reduced)
         inputs[position] = fake_mode.from_tensor(shard, static_shapes=True)
     for index in label_from:
         inputs.append(fake_mode.from_tensor(params[index].unit.label, static_shapes=True))
+    inputs += [fake_mode.from_tensor(p.placeholder, static_shapes=True) for p in params if p.keeps_whole_grad]
     return inputs
 
 
@@ -282,7 +286,7 @@ def _run(
     trainable: list[tuple[int, FsdpParameter]] = []
     needs_grad = torch.is_grad_enabled()
     for position, param in zip(positions, params, strict=True):
-        if needs_grad and param.sharded_param.requires_grad:
+        if needs_grad and param.sharded_param.requires_grad and not param.keeps_whole_grad:
             trainable.append((position, param))
         else:
             inputs[position] = param.shard()
@@ -292,6 +296,7 @@ def _run(
             inputs[position] = local
     for index in label_from:
         inputs.append(params[index].unit.label)
+    inputs += whole_inputs(params)
     if not settings.unify_communication_stream:
         for mesh in dict.fromkeys(param.mesh for param in params):
             ensure_reduce_group(mesh)

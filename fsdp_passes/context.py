@@ -80,6 +80,7 @@ class FsdpContext:
         finished_backward: units whose gradients are all reduced in the running backward.
         on_demand: units that were gathered for eager code behind a graph break.
         lookahead: the order of graphs and eager units, and the gathers that were started ahead of graphs.
+        is_last_backward: whether a backward ends with a wait for its reductions; else the next one waits for them.
         is_grad_enabled: whether gradients were enabled where the running compiled graph was called.
     """
 
@@ -96,6 +97,7 @@ class FsdpContext:
         self.finished_backward: list[FsdpUnit] = []
         self.lookahead = LookAhead()
         self.is_grad_enabled = True
+        self.is_last_backward = True
         # All-gathers and reduce-scatters are serialized on one stream, so that their temporary buffers belong to one
         # stream of the caching allocator and each can reuse what another released. Made at the first use: wrapping a
         # model must not initialize CUDA.
@@ -103,6 +105,12 @@ class FsdpContext:
         self._weights_ready: torch.cuda.Event | None = None
         self._backward_region: str | None = None
         self._device: torch.device | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FsdpContext:
+        """Nothing runs in a copy, and it has not seen an order yet. Each copied unit enters itself: a copy of a part of
+        the model must not bring the rest along."""
+        memo[id(self)] = new = FsdpContext()
+        return new
 
     def adopt(self, other: FsdpContext) -> None:
         """Take over the units of a context whose root is nested in ours."""
@@ -229,10 +237,10 @@ class FsdpContext:
 
     def forget_reductions(self) -> None:
         """After an exception: drop what was queued; wait for what is on the wire, which other ranks take part in, and
-        drop it too: it belongs to a step that failed."""
+        drop it too if it belongs to the backward that failed. What an earlier backward left there is complete."""
         self.delayed_reductions.clear()
         while self.started_reductions:
-            self.started_reductions.popleft()(False)
+            self.started_reductions.popleft()(not self.is_backward_callback_queued)
         self.is_backward_callback_queued = False
         self.finished_backward.clear()
         self._backward_region = None

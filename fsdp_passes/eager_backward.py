@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+
+from torch import nn
 
 from fsdp_passes._torch_compat import call_after_backward
 from fsdp_passes.context import FsdpContext, Phase
@@ -10,7 +13,7 @@ from fsdp_passes.errors import StaleParametersError
 from fsdp_passes.gather_ops import drop_started
 from fsdp_passes.gathering import finish_gather, release, start_ahead, start_gather
 from fsdp_passes.parameter import FsdpParameter
-from fsdp_passes.reduction import reduce_gradients
+from fsdp_passes.reduction import take_gradients
 from fsdp_passes.regions import BACKWARD_COMPUTE, region_name
 from fsdp_passes.unit import FsdpUnit
 
@@ -24,6 +27,8 @@ def pre_backward(unit: FsdpUnit) -> None:
     unit.ready_grads.clear()
     unit.has_input_grads = unit.are_grads_reduced = False
     for owner in (unit, *unit.borrows_from):
+        if not owner.unshards_in_backward:
+            continue
         start_gather(owner)
         if owner.forward_versions is not None and owner.forward_versions != owner.gathered_versions:
             raise StaleParametersError(owner.display_name)
@@ -35,6 +40,15 @@ def pre_backward(unit: FsdpUnit) -> None:
     for owner in (unit, *unit.borrows_from):
         finish_gather(owner)
     context.switch_backward_region(region_name(unit.display_name, BACKWARD_COMPUTE))
+
+
+def whole_inputs(params: Sequence[FsdpParameter]) -> list[nn.Parameter]:
+    """What a compiled graph that leaves gradients whole takes behind its labels: the placeholders, which are watched,
+    so that a gradient that arrives there is added up or reduced as in the fallback."""
+    whole = [param for param in params if param.keeps_whole_grad]
+    for param in whole:
+        watch_gradient(param)
+    return [param.placeholder for param in whole]
 
 
 def _queue_end_of_backward(context: FsdpContext) -> None:
@@ -57,7 +71,7 @@ def _gradient_is_ready(param: FsdpParameter) -> None:
     trainable = [other for other in unit.params if other.placeholder.requires_grad]
     if len(unit.ready_grads) < len(trainable):
         return
-    reduce_gradients(unit, trainable)
+    take_gradients(unit, trainable)
     unit.ready_grads.clear()
     unit.are_grads_reduced = True
     if len(trainable) == len(unit.params) or unit.has_input_grads:
@@ -73,8 +87,15 @@ def unit_has_input_gradients(unit: FsdpUnit) -> None:
         unit.context.drain_delayed_releases(0)
 
 
+def _release_behind_backward(unit: FsdpUnit) -> None:
+    if unit.reshards_after_backward:
+        release(unit)
+    elif unit.gathered_versions is not None:
+        unit.is_kept = True
+
+
 def _finish_backward(unit: FsdpUnit) -> None:
-    release(unit)
+    _release_behind_backward(unit)
     unit.context.finished_backward.append(unit)
     unit.context.enter(unit, Phase.RESTING)
 
@@ -85,15 +106,21 @@ def _end_backward(context: FsdpContext) -> None:
     context.is_backward_callback_queued = False
     context.switch_backward_region(None)
     for unit in context.units:
-        with_grads = [param for param in unit.params if param.placeholder.grad is not None]
+        is_synced = unit.syncs_gradients
+        with_grads = [
+            param
+            for param in unit.params
+            if param.placeholder.grad is not None or (is_synced and param.accumulated_grad is not None)
+        ]
         if with_grads:
-            reduce_gradients(unit, with_grads)
+            take_gradients(unit, with_grads)
         unit.ready_grads.clear()
-        release(unit)
+        _release_behind_backward(unit)
     drop_started(context)
     context.phases.clear()
     context.on_demand.clear()
     context.finished_backward.clear()
     context.drain_delayed_reductions(0)
-    context.finish_reductions(0)
+    if context.is_last_backward:
+        context.finish_reductions(0)
     context.drain_delayed_releases(0)

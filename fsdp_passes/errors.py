@@ -231,6 +231,17 @@ class NotAUnitError(FsdpError, ValueError):
         )
 
 
+class PickledModuleError(FsdpError, NotImplementedError):
+    """A sharded module was to be pickled."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__(
+            f"{module}: expected state_dict() to be saved, found the sharded module itself. It holds process groups, "
+            "which live in one run only. Save the state with torch.distributed.checkpoint and load it into a model "
+            "that is built and sharded anew."
+        )
+
+
 class NothingShardedWarning(UserWarning):
     """A model without sharded parameters was compiled with `overlap_fsdp`."""
 

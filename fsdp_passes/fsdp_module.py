@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
 from fsdp_passes.context import Phase
-from fsdp_passes.errors import NotAUnitError, UnitInUseError
-from fsdp_passes.gathering import finish_gather, release, start_gather
+from fsdp_passes.errors import NotAUnitError, OptionValueError, UnitInUseError
+from fsdp_passes.gathering import finish_gather, release, start_gather, undo_interrupted
 from fsdp_passes.unit import FsdpUnit, unit_of
+from fsdp_passes.unsupported import UnsupportedMethods
 
 
 class UnshardHandle:
@@ -23,10 +25,12 @@ class UnshardHandle:
         finish_gather(self._unit)
 
 
-class FsdpModule:
+class FsdpModule(UnsupportedMethods):
     """Mixed into the class of every module that `fully_shard` was called on; the methods are FSDP2's.
 
-    They act on the eager fallback. In compiled code the schedule is in the graph.
+    What decides about values (gradient sync, the divide factor) and about resharding between forward and backward acts
+    on compiled code too. The rest acts on the eager fallback only: in compiled code the schedule is in the graph, which
+    gathers and releases for itself.
     """
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -56,6 +60,87 @@ class FsdpModule:
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather these units while this one computes its backward, instead of the one that came before it."""
         _own_unit(self).backward_prefetch = [_own_unit(module) for module in modules]
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backwards reduce gradients over the ranks, for accumulation over micro-batches.
+
+        With False each rank adds its gradients up, whole and in `reduce_dtype`; `.grad` of the sharded parameters stays
+        as it is. The first backward with True reduces the sum. Compiled code has a second graph for this, without
+        reductions: the switch costs one compilation, at the first time. That second graph also runs the backward that
+        ends the accumulation, and the sum is reduced behind it.
+
+        `recurse`: for the units nested in this one too.
+        """
+        for unit in _units(self, recurse):
+            unit.syncs_gradients = requires_gradient_sync
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards and backwards inside add gradients up without reducing them: `set_requires_gradient_sync(False)`,
+        and back to what it was."""
+        before = [(unit, unit.syncs_gradients) for unit in _units(self, True)]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, syncs_gradients in before:
+                unit.syncs_gradients = syncs_gradients
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backwards all-reduce gradients over replicas. As in FSDP2 this changes nothing on a mesh of one
+        dimension, the only kind there is here: it has no replicas."""
+        _own_unit(self)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backwards end with a wait for their reductions. With False, `.grad` is complete only behind
+        a later backward with True: the reductions overlap with the forward in between. In compiled code every backward
+        waits."""
+        _own_unit(self).context.is_last_backward = is_last_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of this unit's gradients by `factor` (> 0) instead of by the number of ranks. Compiled code is
+        compiled anew."""
+        if factor <= 0:
+            raise OptionValueError("set_gradient_divide_factor", factor, "a factor above 0")
+        _own_unit(self).divide_factor = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """An older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    # ---- what stays gathered -----------------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are dropped between forward and backward. Compiled code is compiled anew."""
+        if not isinstance(reshard_after_forward, bool):
+            raise OptionValueError("set_reshard_after_forward", reshard_after_forward, "True or False")
+        for unit in _units(self, recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether parameters are dropped behind a backward. With False the next forward does not gather them again,
+        unless an optimizer wrote them. Writes through `.data` in between are not seen. In compiled code every graph
+        gathers for itself."""
+        for unit in _units(self, recurse):
+            unit.reshards_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether the backward gathers this unit's parameters. False is for units whose gradients can be computed
+        without them (an embedding). Compiled backwards gather only what they read."""
+        _own_unit(self).unshards_in_backward = unshard_in_backward
+
+    def reset_iter_state(self) -> None:
+        """Forget a forward or backward that an exception left half-way; the next forward does so by itself."""
+        undo_interrupted(_own_unit(self).context)
+
+
+def _units(module: object, recurse: bool) -> list[FsdpUnit]:
+    own = _own_unit(module)
+    assert isinstance(module, nn.Module)
+    nested = [unit_of(child) for child in module.modules()] if recurse else [own]
+    return [unit for unit in nested if unit is not None]
 
 
 def _own_unit(module: object) -> FsdpUnit:

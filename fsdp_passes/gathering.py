@@ -69,7 +69,7 @@ def release_kept(context: FsdpContext) -> None:
     Somebody may have written the parameters since, also through `.data`, which no version counter sees.
     """
     for unit in context.units:
-        if not unit.is_held:
+        if not unit.is_held and not unit.is_kept:
             release(unit)
     context.drain_delayed_releases(0)
 
@@ -80,6 +80,7 @@ def release(unit: FsdpUnit) -> None:
         return
     finish_gather(unit)
     unit.gathered_versions = None
+    unit.is_kept = False
     params, context = list(unit.params), unit.context
 
     def drop() -> None:
@@ -112,7 +113,8 @@ def start_ahead(unit: FsdpUnit, chosen: list[FsdpUnit] | None, expected: list[Fs
         lookahead.start_next()
         return
     for other in expected if chosen is None else chosen:
-        start_gather(other)
+        if other.unshards_in_backward or not is_backward:
+            start_gather(other)
 
 
 def release_on_demand(context: FsdpContext) -> None:
@@ -137,7 +139,9 @@ def undo_interrupted(context: FsdpContext) -> None:
         for unit in context.units:
             unit.is_in_compiled_forward = unit.may_run_eagerly = False
             for param in unit.params:
-                param.placeholder.grad = None
+                param.placeholder.grad = param.accumulated_grad = None
+            for scalar in unit.scalars:
+                scalar.placeholder.grad = None
             release(unit)
         context.drain_delayed_releases(0)
     context.phases.clear()

@@ -7,7 +7,8 @@ which they were not replaced still computes the right values. `region_begin` and
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,31 @@ def group_averages(group_name: str) -> bool:
     return dist.get_backend(group) == "nccl" or bool(getattr(group, "averages", False))
 
 
+class GradientDivision(NamedTuple):
+    """How a sum over ranks becomes a mean: the reduction's op, and what to multiply with before and behind it."""
+
+    reduce_op: str
+    before: float
+    after: float
+
+
+def gradient_division(
+    world_size: int, reduce_dtype: torch.dtype, divide_factor: float | None, *, averages: bool
+) -> GradientDivision:
+    """Division by `divide_factor`, by default by the number of ranks.
+
+    fp16 overflows at 65504: the sum of gradients that fit need not fit. Half of the division (in powers of two, which
+    are exact) comes before the reduction; all of it would lose small gradients to underflow.
+    """
+    divisor = world_size if divide_factor is None else divide_factor
+    if reduce_dtype == torch.float16:
+        before = 2.0 ** math.ceil(math.log2(world_size) / 2)
+        return GradientDivision("sum", 1 / before, before / divisor)
+    if averages and divide_factor is None:
+        return GradientDivision("avg", 1.0, 1.0)
+    return GradientDivision("sum", 1.0, 1.0 / divisor)
+
+
 @torch.library.custom_op("fsdp_passes::unshard", mutates_args=())
 def unshard(
     shard: Tensor,
@@ -44,6 +70,8 @@ def unshard(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard: bool,
+    divide_factor: float | None = None,
+    whole: Tensor | None = None,
 ) -> Tensor:
     """Gather a parameter.
 
@@ -58,6 +86,9 @@ def unshard(
         param_dtype: dtype of the result; the cast happens before the gather.
         reduce_dtype: dtype in which the gradient is reduced.
         reshard: whether the backward gathers again.
+        divide_factor: what the sum of the gradients is divided by; None: the number of ranks.
+        whole: the full-shaped parameter without storage, which is never read. With it the gradient is not reduced: it
+            goes to `whole` as it is, and `shard` has none.
 
     Returns:
         The parameter, shape (rows, *rest), in `param_dtype`.
@@ -78,6 +109,8 @@ def _(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard: bool,
+    divide_factor: float | None = None,
+    whole: Tensor | None = None,
 ) -> Tensor:
     return shard.new_empty((rows, *shard.shape[1:]), dtype=param_dtype)
 
@@ -91,6 +124,7 @@ def reduce_grad(
     group_name: str,
     reduce_dtype: torch.dtype,
     grad_dtype: torch.dtype,
+    divide_factor: float | None = None,
 ) -> Tensor:
     """Average a gradient over the ranks and keep this rank's rows.
 
@@ -101,17 +135,17 @@ def reduce_grad(
         group_name: the group to reduce over.
         reduce_dtype: dtype on the wire and of the sum.
         grad_dtype: dtype of the result.
+        divide_factor: what the sum is divided by; None: the number of ranks, which gives the mean.
 
     Returns:
-        The mean over the ranks of the padded rows of this rank, shape (ceil(rows / world_size), *rest).
+        The divided sum over the ranks of the padded rows of this rank, shape (ceil(rows / world_size), *rest).
     """
     rows = -(-grad.shape[0] // world_size)
     padded = grad.new_zeros((rows * world_size, *grad.shape[1:]), dtype=reduce_dtype)
     padded[: grad.shape[0]] = grad
-    averages = group_averages(group_name)
-    reduced = c10d.reduce_scatter_tensor(padded, "avg" if averages else "sum", world_size, group_name)
-    reduced = c10d.wait_tensor(reduced)
-    return (reduced if averages else reduced * (1.0 / world_size)).to(grad_dtype).clone()
+    division = gradient_division(world_size, reduce_dtype, divide_factor, averages=group_averages(group_name))
+    reduced = c10d.reduce_scatter_tensor(padded * division.before, division.reduce_op, world_size, group_name)
+    return (c10d.wait_tensor(reduced) * division.after).to(grad_dtype)
 
 
 @reduce_grad.register_fake
@@ -123,19 +157,25 @@ def _(
     group_name: str,
     reduce_dtype: torch.dtype,
     grad_dtype: torch.dtype,
+    divide_factor: float | None = None,
 ) -> Tensor:
     rows = -(-grad.shape[0] // world_size)
     return grad.new_empty((rows, *grad.shape[1:]), dtype=grad_dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, label, unit, _, world_size, _, reduce_group_name, _, reduce_dtype, _ = inputs
+    shard, label, unit, _, world_size, _, reduce_group_name, _, reduce_dtype, _, divide_factor, whole = inputs
     ctx.label = label
-    ctx.args = (unit, world_size, reduce_group_name, reduce_dtype, shard.dtype)
+    ctx.args = [unit, world_size, reduce_group_name, reduce_dtype, shard.dtype]
+    if divide_factor is not None:
+        ctx.args.append(divide_factor)
+    ctx.keeps_whole_grad = whole is not None
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.fsdp_passes.reduce_grad.default(grad, ctx.label, *ctx.args), *([None] * 9)
+    if ctx.keeps_whole_grad:
+        return *([None] * 11), grad
+    return torch.ops.fsdp_passes.reduce_grad.default(grad, ctx.label, *ctx.args), *([None] * 11)
 
 
 unshard.register_autograd(_backward, setup_context=_setup_context)

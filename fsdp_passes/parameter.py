@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -40,6 +41,8 @@ class FsdpParameter:
         self.rows = param.shape[0]
         self.rows_per_rank = math.ceil(self.rows / self.world_size)
         self.mp_policy = mp_policy
+        # The sum of this rank's gradients since gradient sync was switched off, full shape, in the reduction's dtype.
+        self.accumulated_grad: torch.Tensor | None = None
         self.num_adoptions = 0  # how often another DTensor took our place
         self._set_dtypes(param.dtype)
 
@@ -60,8 +63,20 @@ class FsdpParameter:
             stride=full_stride,
         )
         self.adopted_param = nn.Parameter(sharded, requires_grad=param.requires_grad)
-        self._adopted_local = local_tensor(self.adopted_param)
+        self._adopted_local: torch.Tensor | None = local_tensor(self.adopted_param)
         self.placeholder = self._make_placeholder(param.device, param.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FsdpParameter:
+        """Another parameter with the same values, in the same group; nothing of it is gathered."""
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(self.__dict__, accumulated_grad=None, _adopted_local=None)
+        for name in ("unit", "references", "adopted_param"):
+            setattr(new, name, copy.deepcopy(getattr(self, name), memo))
+        # The placeholder has no values to copy. The shard takes those of the copied DTensor: `shard` adopts it, since
+        # `_adopted_local` is none of its own.
+        new.placeholder = new._make_placeholder(self.placeholder.device, self.placeholder.requires_grad)
+        return new
 
     def _set_dtypes(self, dtype: torch.dtype) -> None:
         """Integers and complex numbers are never cast."""
@@ -160,6 +175,17 @@ class FsdpParameter:
             self.param_dtype,
             self.reduce_dtype,
             self.unit.reshards_after_forward,
+            self.unit.divide_factor,
+            self.keeps_whole_grad,
+        )
+
+    @property
+    def keeps_whole_grad(self) -> bool:
+        """Whether the next backward leaves this parameter's gradient whole on the placeholder, instead of reducing it
+        inside the graph: gradient sync is off, or it was, and what was accumulated is reduced together with it."""
+        unit = self.unit
+        return self.placeholder.requires_grad and (
+            not unit.syncs_gradients or any(param.accumulated_grad is not None for param in unit.params)
         )
 
     def gathered(self) -> torch.Tensor:

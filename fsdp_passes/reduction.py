@@ -6,32 +6,57 @@ from collections.abc import Callable
 
 import torch
 
-from fsdp_passes._torch_compat import local_tensor, make_dtensor, reduce_scatter_coalesced
-from fsdp_passes.ops import group_averages
+from fsdp_passes._torch_compat import gradient_hooks, local_tensor, make_dtensor, reduce_scatter_coalesced
+from fsdp_passes.ops import GradientDivision, gradient_division, group_averages
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import pop_region, push_region, region_name
 from fsdp_passes.unit import FsdpUnit
 
 
+def take_gradients(unit: FsdpUnit, params: list[FsdpParameter]) -> None:
+    """Take the placeholders' gradients: queue their reduction, or with gradient sync off add them to those that wait
+    for it."""
+    if unit.syncs_gradients:
+        reduce_gradients(unit, params)
+        return
+    for param in params:
+        # In the reduction's dtype: bf16 would lose small gradients in a sum of many.
+        param.accumulated_grad = _whole_gradient(param)
+
+
 def reduce_gradients(unit: FsdpUnit, params: list[FsdpParameter]) -> None:
-    """Take the placeholders' gradients, pack them and queue their reduction."""
+    """Take the gradients of placeholders and those that wait, pack them and queue their reduction."""
     groups: dict[torch.dtype, list[FsdpParameter]] = {}
     for param in params:
         groups.setdefault(param.reduce_dtype, []).append(param)
     for dtype, members in groups.items():
-        packed = [_pack(param, dtype) for param in members]
-        start = _Reduction(unit, members, packed).start
+        division = gradient_division(
+            unit.mesh.size(), dtype, unit.divide_factor, averages=group_averages(members[0].group_name)
+        )
+        packed = [_pack(param, division) for param in members]
+        start = _Reduction(unit, members, packed, division).start
         unit.context.enqueue_reduction(packed[0].device, start)
 
 
-def _pack(param: FsdpParameter, dtype: torch.dtype) -> torch.Tensor:
+def _whole_gradient(param: FsdpParameter) -> torch.Tensor:
+    """Take what the placeholder has and what waits, in the reduction's dtype."""
+    grad, waiting = param.placeholder.grad, param.accumulated_grad
+    param.placeholder.grad = param.accumulated_grad = None
+    if grad is None:
+        assert waiting is not None
+        return waiting
+    grad = grad.to(param.reduce_dtype)
+    return grad if waiting is None else waiting.add_(grad)
+
+
+def _pack(param: FsdpParameter, division: GradientDivision) -> torch.Tensor:
     """The whole gradient in the reduction's dtype, contiguous and padded to `padded_rows` rows."""
-    grad = param.placeholder.grad
-    assert grad is not None
-    param.placeholder.grad = None
+    grad = _whole_gradient(param)
+    if division.before != 1.0:
+        grad = grad * division.before
     if grad.shape[0] == param.padded_rows:
-        return grad.to(dtype).contiguous()
-    packed = grad.new_zeros((param.padded_rows, *grad.shape[1:]), dtype=dtype)
+        return grad.contiguous()
+    packed = grad.new_zeros((param.padded_rows, *grad.shape[1:]))
     packed[: grad.shape[0]].copy_(grad)
     return packed
 
@@ -39,9 +64,12 @@ def _pack(param: FsdpParameter, dtype: torch.dtype) -> torch.Tensor:
 class _Reduction:
     """One reduce-scatter, from its packed input to the sharded gradients."""
 
-    def __init__(self, unit: FsdpUnit, params: list[FsdpParameter], packed: list[torch.Tensor]) -> None:
+    def __init__(
+        self, unit: FsdpUnit, params: list[FsdpParameter], packed: list[torch.Tensor], division: GradientDivision
+    ) -> None:
         self.unit = unit
         self.params = params
+        self.division = division
         # Held until the reduction is done: their memory belongs to the compute stream, which could reuse it at once.
         self.packed = packed
 
@@ -50,18 +78,20 @@ class _Reduction:
         with False to wait only."""
         context, device = self.unit.context, self.packed[0].device
         group = self.unit.mesh.get_group()
-        self.averages = group_averages(group.group_name)
         push_region(region_name(self.unit.display_name, "reduce_scatter"))
         with context.on_communication_stream(device):
             outputs = [
                 packed.new_empty((param.rows_per_rank, *packed.shape[1:]))
                 for param, packed in zip(self.params, self.packed, strict=True)
             ]
-            work = reduce_scatter_coalesced(outputs, self.packed, group, average=self.averages)
+            work = reduce_scatter_coalesced(outputs, self.packed, group, average=self.division.reduce_op == "avg")
             done = None
             if device.type == "cuda":
                 work.wait()  # the communication stream waits, not the host
-                self._write(outputs)
+                # Hooks are the user's code and may step an optimizer: they run on the compute stream, behind the wait.
+                is_written = not any(any(gradient_hooks(param.sharded_param)) for param in self.params)
+                if is_written:
+                    self._write(outputs)
                 done = torch.cuda.current_stream(device).record_event()
         pop_region()
 
@@ -74,6 +104,8 @@ class _Reduction:
                 # The optimizer must not read gradients that are still being reduced, and the packed inputs must not
                 # be reused before the reduction has read them.
                 torch.cuda.current_stream(device).wait_event(done)
+                if write and not is_written:
+                    self._write(outputs)
             self.packed = []
 
         return finish
@@ -81,11 +113,22 @@ class _Reduction:
     def _write(self, outputs: list[torch.Tensor]) -> None:
         with torch.no_grad():
             for param, output in zip(self.params, outputs, strict=True):
-                if not self.averages:
-                    output.mul_(1.0 / param.world_size)
-                sharded = param.sharded_param
-                local = output[: param.local_rows].to(param.orig_dtype)
-                if sharded.grad is None:
-                    sharded.grad = make_dtensor(local, sharded)  # type: ignore[arg-type]
-                else:
-                    local_tensor(sharded.grad).add_(local)  # type: ignore[arg-type]
+                if self.division.reduce_op != "avg":
+                    output.mul_(self.division.after)
+                accumulate_gradient(param.sharded_param, output[: param.local_rows].to(param.orig_dtype))
+
+
+def accumulate_gradient(param: torch.Tensor, local: torch.Tensor) -> None:
+    """Add a reduced gradient to `.grad` of a DTensor, with the hooks that autograd would call."""
+    before, after = gradient_hooks(param)
+    grad: torch.Tensor = make_dtensor(local, param)
+    for hook in before:
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    if param.grad is None:
+        param.grad = grad
+    else:
+        local_tensor(param.grad).add_(local_tensor(grad))
+    for hook in after:
+        with torch.enable_grad():  # as autograd calls it
+            hook(param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,8 +16,10 @@ from fsdp_passes._torch_compat import never_compile_alone
 from fsdp_passes.context import FsdpContext
 from fsdp_passes.debug import check_eager_read
 from fsdp_passes.eager import gather_for_eager_read, install_hooks
+from fsdp_passes.errors import PickledModuleError
 from fsdp_passes.fsdp_module import FsdpModule
 from fsdp_passes.parameter import FsdpParameter
+from fsdp_passes.scalar import FsdpScalar
 from fsdp_passes.sharding_plan import (
     REPLACED_BY,
     Named,
@@ -39,6 +42,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     units: Sequence[str] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> nn.Module:
     """Shard the parameters of `module` over `mesh`, as one unit.
 
@@ -57,6 +61,7 @@ def fully_shard(
         ignored_params: parameters to leave as they are.
         units: patterns of module paths; each matching module becomes a unit first, the innermost first. "*" matches
             within one part of a path, "**" any number of parts.
+        dp_mesh_dims: not supported yet.
 
     Returns:
         `module`.
@@ -64,7 +69,7 @@ def fully_shard(
     Raises:
         An error of `fsdp_passes.errors`; the model is then as it was before the call.
     """
-    check_arguments(reshard_after_forward, shard_placement_fn, offload_policy)
+    check_arguments(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
     mesh = check_mesh(mesh)
     mp_policy = mp_policy or MixedPrecisionPolicy()
     ignored = set(ignored_params or ())
@@ -99,9 +104,12 @@ def _make_unit(
     if mesh.device_type == "cuda":
         _move_to_device(module, plan, ignored)
     for param, references, path in plan:
-        fsdp_param = FsdpParameter(param, path, mesh, mp_policy)
+        fsdp_param: FsdpParameter | FsdpScalar
+        if param.dim() == 0:
+            unit.scalars.append(fsdp_param := FsdpScalar(param, path, mesh, mp_policy))
+        else:
+            unit.params.append(fsdp_param := FsdpParameter(param, path, mesh, mp_policy))
         fsdp_param.unit = unit
-        unit.params.append(fsdp_param)
         for owner, name in references:
             _refer(owner, name, fsdp_param)
         setattr(param, REPLACED_BY, fsdp_param)
@@ -142,7 +150,7 @@ def _move_to_device(module: nn.Module, plan: Named, ignored: set[nn.Parameter]) 
             tensor.data = tensor.data.to(device)
 
 
-def _refer(owner: nn.Module, name: str, fsdp_param: FsdpParameter) -> None:
+def _refer(owner: nn.Module, name: str, fsdp_param: FsdpParameter | FsdpScalar) -> None:
     """Let `owner.<name>` be `fsdp_param`."""
     fsdp_param.references.append((owner, name))
     table = owner.__dict__.setdefault("_fsdp_parameters", {})
@@ -180,6 +188,19 @@ def _sharded_class(original: type[nn.Module], names: tuple[str, ...], is_unit: b
         original._load_from_state_dict(module, *args, **kwargs)
         _adopt_replaced(module)
 
+    def __deepcopy__(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        if hasattr(original, "__deepcopy__"):
+            return original.__deepcopy__(module, memo)  # type: ignore[no-any-return]
+        new = type(module).__new__(type(module))
+        memo[id(module)] = new
+        getstate = getattr(module, "__getstate__", lambda: module.__dict__)  # Python 3.10 has no default
+        new.__setstate__(copy.deepcopy(getstate(), memo))
+        return new
+
+    def __reduce_ex__(module: nn.Module, protocol: Any) -> Any:
+        raise PickledModuleError(original.__name__)
+
+    namespace.update(__deepcopy__=__deepcopy__, __reduce_ex__=__reduce_ex__)
     if names:
         namespace["_apply"] = _apply
         namespace["_load_from_state_dict"] = _load_from_state_dict
@@ -196,7 +217,9 @@ def _adopt_replaced(module: nn.Module) -> None:
 def _face(name: str, module: nn.Module) -> torch.Tensor:
     """What `module.<name>` gives: the placeholder to a compiler, the gathered parameter to an eager forward, and the
     sharded DTensor to everybody else."""
-    param: FsdpParameter = module.__dict__["_fsdp_parameters"][name]
+    param: FsdpParameter | FsdpScalar = module.__dict__["_fsdp_parameters"][name]
+    if isinstance(param, FsdpScalar):
+        return param.face() if torch.compiler.is_compiling() else param.eager_face()
     if torch.compiler.is_compiling():
         return param.placeholder
     if not param.unit.is_unsharded:

@@ -33,7 +33,9 @@ from fsdp_passes.unit import unit_of
 REPLACED_BY = "_fsdp_replaced_by"
 
 
-def check_arguments(reshard_after_forward: Any, shard_placement_fn: Any, offload_policy: Any) -> None:
+def check_arguments(
+    reshard_after_forward: Any, shard_placement_fn: Any, offload_policy: Any, dp_mesh_dims: Any
+) -> None:
     if reshard_after_forward not in (None, True, False) or type(reshard_after_forward) is int:
         raise UnsupportedArgumentError("reshard_after_forward", reshard_after_forward, "Use True, False or None.")
     if shard_placement_fn is not None:
@@ -42,6 +44,8 @@ def check_arguments(reshard_after_forward: Any, shard_placement_fn: Any, offload
         )
     if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
         raise UnsupportedArgumentError("offload_policy", offload_policy, "Leave it out: parameters stay on the device.")
+    if dp_mesh_dims is not None:
+        raise UnsupportedArgumentError("dp_mesh_dims", dp_mesh_dims, "Pass a mesh of one dimension: mesh['shard'].")
 
 
 def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -139,10 +143,6 @@ def _check_parameter(param: nn.Parameter, path: str, mesh: DeviceMesh) -> None:
         raise ForeignDTensorError(path, f"mesh {param.device_mesh} as {param.placements}", str(mesh))
     if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
         raise IntegerParameterError(path, param.dtype)
-    if param.dim() == 0:
-        raise UnsupportedParameterError(
-            path, "a scalar", "Give it the shape (1,), or pass it in ignored_params and reduce its gradient yourself."
-        )
     if param.numel() == 0:
         raise UnsupportedParameterError(path, f"the empty shape {tuple(param.shape)}", "Pass it in ignored_params.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,14 @@ from fsdp_passes.regions import new_label
 
 if TYPE_CHECKING:
     from fsdp_passes.context import FsdpContext
+    from fsdp_passes.scalar import FsdpScalar
 
 ROOT_LABEL = "root"
+
+# What a copy shares with the original, and what it copies; all the rest begins as in a new unit.
+_SETTINGS = {"mesh", "mp_policy", "reshard_after_forward", "name", "is_root", "syncs_gradients", "unshards_in_backward"}
+_SETTINGS |= {"reshards_after_backward", "divide_factor"}
+_COPIED = ("module", "params", "scalars", "borrows_from", "forward_prefetch", "backward_prefetch")
 
 
 @dataclasses.dataclass(eq=False)
@@ -62,18 +69,41 @@ class FsdpUnit:
     may_run_eagerly: bool = False
     # Whether the user's `unshard()` gathered it and `reshard()` did not come yet.
     is_held: bool = False
+    # Whether a backward left it gathered on purpose, for the forward that follows.
+    is_kept: bool = False
     # Units that own a parameter to which a module of this unit refers too (a tied head): the fallback gathers them with
     # this one.
     borrows_from: list[FsdpUnit] = dataclasses.field(default_factory=list)
+    # What the methods of `FsdpModule` set. Whether a backward reduces the gradients or only adds them up, whether it
+    # gathers the parameters, and whether it releases them; what the sum over the ranks is divided by, None for their
+    # number.
+    syncs_gradients: bool = True
+    unshards_in_backward: bool = True
+    reshards_after_backward: bool = True
+    divide_factor: float | None = None
+    # Parameters without dimensions: in no gather, since every rank has them whole.
+    scalars: list[FsdpScalar] = dataclasses.field(default_factory=list)
     label: torch.Tensor = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.label = new_label(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy (`deepcopy`, pickling) is a unit of its own: graphs must not take it for the original."""
-        self.__dict__.update(state)
-        self.label = new_label(self)
+    def __deepcopy__(self, memo: dict[int, Any]) -> FsdpUnit:
+        """A unit of its own with the same settings: graphs must not take it for the original. It rests."""
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        fields = {
+            field.name: field for field in dataclasses.fields(self) if field.name not in (*_COPIED, "context", "label")
+        }
+        for name, field in fields.items():
+            made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+            setattr(new, name, getattr(self, name) if name in _SETTINGS else made)
+        for name in _COPIED:
+            setattr(new, name, copy.deepcopy(getattr(self, name), memo))
+        new.context = copy.deepcopy(self.context, memo)
+        new.context.units = [memo[id(unit)] for unit in self.context.units if id(unit) in memo]
+        new.label = new_label(new)
+        return new
 
     @property
     def is_unsharded(self) -> bool:

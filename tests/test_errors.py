@@ -34,6 +34,7 @@ EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
     errors.ScheduleError: ("forward graph of units root", ["all_gather 0 (unit 0): is started but never awaited", "b"]),
     errors.UseBeforeWaitError: ("aten.mm", "all_gather", "layers.0", "  model.py:3"),
     errors.NotAUnitError: ("Linear",),
+    errors.PickledModuleError: ("Linear",),
     errors.HardwareError: ("hardware", "'h1000'", "one of a100, h100"),
     errors.ExplainError: ("Linear: expected a sharded model, found none.",),
     errors.CostValueError: ("length", 0, "a number of at least 1"),
@@ -134,6 +135,10 @@ aten.mm: expected the all_gather of unit 'layers.0' to be awaited before its res
 [NotAUnitError]
 Linear: expected a module that fully_shard was called on, found one that is no unit. Call fully_shard on it, or name
         the unit that owns its parameters.
+[PickledModuleError]
+Linear: expected state_dict() to be saved, found the sharded module itself. It holds process groups, which live in
+        one run only. Save the state with torch.distributed.checkpoint and load it into a model that is built and
+        sharded anew.
 [HardwareError]
 hardware: expected one of a100, h100, found 'h1000'.
 [ExplainError]

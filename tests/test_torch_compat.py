@@ -73,6 +73,17 @@ def test_dtensors(mesh_of_one: dist.DeviceMesh) -> None:
             function(whole)
 
 
+def test_gradient_hooks_in_the_order_in_which_autograd_calls_them() -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    assert compat.gradient_hooks(param) == ([], [])
+    hooks = [lambda grad: None, lambda grad: grad * 2, lambda param: None]
+    for register, hook in zip(
+        [param.register_hook] * 2 + [param.register_post_accumulate_grad_hook], hooks, strict=True
+    ):
+        register(hook)
+    assert compat.gradient_hooks(param) == (hooks[:2], hooks[2:])
+
+
 def test_a_write_without_version_bump() -> None:
     tensor = torch.ones(2)
     with compat.without_version_bump(tensor):

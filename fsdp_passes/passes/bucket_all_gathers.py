@@ -36,7 +36,7 @@ def bucket_all_gathers(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
     parts = _parts(graph, unshards)
     groups: dict[tuple[int, Part, torch.dtype, str], list[fx.Node]] = {}
     for node in unshards:
-        _, _, unit, _, _, group_name, _, param_dtype, _, _ = node.args
+        _, _, unit, _, _, group_name, _, param_dtype, *_ = node.args
         groups.setdefault((unit, parts[node], param_dtype, group_name), []).append(node)
     buckets: list[Bucket] = []
     for (unit, part, dtype, group_name), nodes in groups.items():

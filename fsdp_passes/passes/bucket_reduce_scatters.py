@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from fsdp_passes.ops import REDUCE_GRAD, c10d, group_averages
+from fsdp_passes.ops import REDUCE_GRAD, GradientDivision, c10d, gradient_division, group_averages
 from fsdp_passes.passes._graph import BucketBuilder, aten
 from fsdp_passes.passes._parts import Part, split_in_halves, split_runs
 from fsdp_passes.schedule import FINISH, PREPARE, REDUCE_SCATTER, START, WAIT, Bucket, ShardedShape, is_heavy
@@ -32,7 +32,7 @@ def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]
     parts = _parts(graph, reductions)
     groups: dict[tuple[int, Part, torch.dtype, str], list[fx.Node]] = {}
     for node in reductions:
-        _, _, unit, _, group_name, reduce_dtype, _ = node.args
+        _, _, unit, _, group_name, reduce_dtype, *_ = node.args
         groups.setdefault((unit, parts[node], reduce_dtype, group_name), []).append(node)
     order = {node: index for index, node in enumerate(graph.nodes)}
     # Buckets are numbered in the order in which they can start.
@@ -84,25 +84,25 @@ def _parts(graph: fx.Graph, reductions: Sequence[fx.Node]) -> dict[fx.Node, Part
 def _reduce_coalesced(
     builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dtype, group_name: str
 ) -> list[fx.Node]:
-    world_size, averages = nodes[0].args[3], group_averages(group_name)
-    grads = [_contiguous(builder, _pad(builder, node, dtype)) for node in nodes]
+    world_size, division = nodes[0].args[3], _division(nodes[0])
+    grads = [_contiguous(builder, _pad(builder, node, dtype, division)) for node in nodes]
     start = builder.call(
         START,
         c10d.reduce_scatter_tensor_coalesced.default,
         grads,
-        "avg" if averages else "sum",
+        division.reduce_op,
         world_size,
         group_name,
         name=f"reduce_scatter_{builder.bucket.index}",
     )
     items = [builder.call(WAIT, operator.getitem, start, i) for i in range(len(nodes))]
     waits = [builder.call(WAIT, c10d.wait_tensor.default, item) for item in items]
-    return [_finish(builder, wait, node, averages) for wait, node in zip(waits, nodes, strict=True)]
+    return [_finish(builder, wait, node, division) for wait, node in zip(waits, nodes, strict=True)]
 
 
 def _reduce_packed(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dtype, group_name: str) -> list[fx.Node]:
-    world_size, averages = nodes[0].args[3], group_averages(group_name)
-    grads = [_contiguous(builder, _pad(builder, node, dtype)) for node in nodes]
+    world_size, division = nodes[0].args[3], _division(nodes[0])
+    grads = [_contiguous(builder, _pad(builder, node, dtype, division)) for node in nodes]
     shapes = [tuple(grad.meta["val"].shape) for grad in grads]
     # Row r of the table is what rank r receives: the r-th share of every gradient.
     table = [builder.call(PREPARE, aten.view.default, grad, [world_size, -1]) for grad in grads]
@@ -112,7 +112,7 @@ def _reduce_packed(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dt
         START,
         c10d.reduce_scatter_tensor.default,
         flat,
-        "avg" if averages else "sum",
+        division.reduce_op,
         world_size,
         group_name,
         name=f"reduce_scatter_{builder.bucket.index}",
@@ -124,14 +124,22 @@ def _reduce_packed(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dt
         size = torch.Size((rows, *shape[1:])).numel()
         part = builder.call(FINISH, aten.slice.Tensor, wait, 0, offset, offset + size)
         part = builder.call(FINISH, aten.view.default, part, [rows, *shape[1:]])
-        results.append(_finish(builder, part, node, averages))
+        results.append(_finish(builder, part, node, division))
         offset += size
     return results
 
 
-def _pad(builder: BucketBuilder, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+def _division(node: fx.Node) -> GradientDivision:
+    """A unit's gradients have one factor."""
+    _, _, _, world_size, group_name, dtype, _, *factor = node.args
+    return gradient_division(world_size, dtype, *(factor or [None]), averages=group_averages(group_name))  # type: ignore[arg-type]
+
+
+def _pad(builder: BucketBuilder, node: fx.Node, dtype: torch.dtype, division: GradientDivision) -> fx.Node:
     grad, world_size = node.args[0], node.args[3]
     grad = builder.cast(PREPARE, grad, dtype)  # type: ignore[arg-type]
+    if division.before != 1.0:
+        grad = builder.call(PREPARE, aten.mul.Tensor, grad, division.before)
     value = grad.meta["val"]
     missing = -value.shape[0] % world_size  # type: ignore[operator]
     if missing == 0:
@@ -147,7 +155,7 @@ def _contiguous(builder: BucketBuilder, node: fx.Node) -> fx.Node:
     return builder.call(PREPARE, aten.clone.default, node, memory_format=torch.contiguous_format)
 
 
-def _finish(builder: BucketBuilder, reduced: fx.Node, node: fx.Node, averages: bool) -> fx.Node:
-    if not averages:
-        reduced = builder.call(FINISH, aten.mul.Tensor, reduced, 1.0 / node.args[3])  # type: ignore[operator]
+def _finish(builder: BucketBuilder, reduced: fx.Node, node: fx.Node, division: GradientDivision) -> fx.Node:
+    if division.reduce_op != "avg":
+        reduced = builder.call(FINISH, aten.mul.Tensor, reduced, division.after)
     return builder.cast(FINISH, reduced, node.args[6])  # type: ignore[arg-type]

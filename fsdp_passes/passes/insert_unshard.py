@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,7 +19,9 @@ def insert_unshard(gm: fx.GraphModule, uses: Sequence[ParameterUse], *, reduce_g
     Before:  linear(x, weight)
     After:   unshard(weight_shard, label_0, ...) ; linear(x, unshard)
 
-    One input per unit is appended, in order of unit index: the unit's identity as data (its label).
+    One input per unit is appended, in order of unit index: the unit's identity as data (its label). Behind them comes
+    one for each parameter whose gradient is kept whole, in order of `uses`: the full-shaped parameter (see
+    `ops.unshard`).
     `reduce_group_suffix` is appended to the group's name for the gradient's reduction.
 
     Requires: a graph straight from Dynamo. Does nothing without uses, or where they are gathered already.
@@ -37,9 +40,22 @@ def insert_unshard(gm: fx.GraphModule, uses: Sequence[ParameterUse], *, reduce_g
         label_nodes[index] = last
         label_from.append(next(i for i, use in enumerate(uses) if use.unit_index == index))
 
+    whole_nodes: dict[ParameterUse, fx.Node] = {}
+    for use in uses:
+        if use.param.keeps_whole_grad:
+            with gm.graph.inserting_after(last):
+                last = gm.graph.placeholder(f"whole_{use.position}", type_expr=torch.Tensor)
+            set_dynamo_source(last)
+            whole_nodes[use] = last
+
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
     for use in uses:
         param = use.param
+        # Left out where they say nothing, so that graphs stay short to read.
+        more: list[Any] = (
+            [param.unit.divide_factor] if use in whole_nodes or param.unit.divide_factor is not None else []
+        )
+        more += [whole_nodes[use]] if use in whole_nodes else []
         first = min(use.node.users, key=lambda user: order[user])
         with gm.graph.inserting_before(first):
             gathered = gm.graph.call_function(
@@ -55,6 +71,7 @@ def insert_unshard(gm: fx.GraphModule, uses: Sequence[ParameterUse], *, reduce_g
                     param.param_dtype,
                     param.reduce_dtype,
                     param.unit.reshards_after_forward,
+                    *more,
                 ),
             )
         for user in [user for user in use.node.users if user is not gathered]:

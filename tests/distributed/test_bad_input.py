@@ -136,6 +136,7 @@ class TestFullyShard:
             ("reshard_after_forward", "yes"),
             ("shard_placement_fn", lambda param: Shard(1)),
             ("offload_policy", CPUOffloadPolicy()),
+            ("dp_mesh_dims", ("shard",)),
         ],
     )
     def test_arguments_without_support(self, argument: str, value: Any) -> None:
@@ -147,7 +148,7 @@ class TestFullyShard:
 
     @pytest.mark.parametrize(
         ("value", "found", "instead"),
-        [(torch.tensor(1.0), "a scalar", "(1,)"), (torch.empty(0, 8), "(0, 8)", "ignored_params")],
+        [(torch.empty(0, 8), "(0, 8)", "ignored_params")],
     )
     def test_a_parameter_without_rows(self, value: Tensor, found: str, instead: str) -> None:
         model = Model()

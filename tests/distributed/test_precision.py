@@ -198,3 +198,82 @@ def test_two_dtypes_in_one_unit_travel_in_a_bucket_each(
     two_ranks: RankPool, reduce_dtype: torch.dtype | None, way: str
 ) -> None:
     two_ranks.run(f"{HERE}:two_dtypes", way=way, reduce_dtype=reduce_dtype)
+
+
+# ---- fp16 ------------------------------------------------------------------------------------------------------------
+
+FP16 = MixedPrecisionPolicy(param_dtype=torch.float16)
+
+
+def fp16_sums(way: str, accumulated: bool) -> None:
+    """60000 on both ranks: their sum is beyond fp16's 65504, their mean is not."""
+    model = nn.Linear(3, 5, bias=False)
+    fully_shard(model, mp_policy=FP16)
+    call = call_of(model, way)
+    for value in [20000.0, 40000.0] if accumulated else [60000.0]:
+        model.set_requires_gradient_sync(not accumulated or value == 40000.0)
+        call(torch.full((1, 3), value)).sum().backward()
+    assert model.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(whole(model.weight.grad), torch.full((5, 3), 60000.0), rtol=2**-10, atol=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_fp16_gradients_are_divided_before_their_sum_can_overflow(
+    two_ranks: RankPool, accumulated: bool, way: str
+) -> None:
+    two_ranks.run(f"{HERE}:fp16_sums", way=way, accumulated=accumulated)
+
+
+def fp16_training(way: str) -> None:
+    model, twin = build(Regression)
+    fully_shard(model, mp_policy=FP16)
+    shard_with_fsdp2(twin, [], FP16)
+    call = call_of(model, way)
+    for batch in float_batches(2, 4, 8):
+        call(*my_share(batch)).float().square().sum().backward()
+        twin(*my_share(batch)).float().square().sum().backward()
+        for (name, param), other in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+            torch.testing.assert_close(whole(param.grad), whole(other[1].grad), rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fp16_gradients_equal_those_of_fsdp2(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:fp16_training", way=way)
+
+
+# ---- inputs that are not cast, and buffers ---------------------------------------------------------------------------
+
+
+class Rotary(nn.Module):
+    """The positions need fp32; the buffer keeps its dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+        self.register_buffer("frequencies", torch.arange(1, 9) / 7)
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions * self.frequencies
+        return self.proj(x.to(self.proj.weight.dtype)) * angles.cos().to(x.dtype), angles
+
+
+def inputs_not_cast(way: str, cast: bool) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=cast)
+    model, twin = build(Rotary)
+    fully_shard(model, mp_policy=policy)
+    shard_with_fsdp2(twin, [], policy)
+    x = my_share(float_batches(1, 4, 8)[0])[0]
+    positions = torch.full((1, 1), 257.0)  # in bf16: 256
+    results = [call(x, positions) for call in (call_of(model, way), twin)]
+    for found, expected in zip(*results, strict=True):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert results[0][1][0, 6].item() == (256.0 if cast else 257.0)
+    assert model.frequencies.dtype == torch.float32
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cast", [True, False])
+def test_inputs_are_cast_unless_the_policy_says_no_and_buffers_never(two_ranks: RankPool, cast: bool, way: str) -> None:
+    two_ranks.run(f"{HERE}:inputs_not_cast", way=way, cast=cast)
