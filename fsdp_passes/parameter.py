@@ -65,6 +65,7 @@ class FsdpParameter:
 
     def _set_dtypes(self, dtype: torch.dtype) -> None:
         """Integers and complex numbers are never cast."""
+        self._graph_constants: tuple[object, ...] | None = None
         self.orig_dtype = dtype
         policy = self.mp_policy
         self.param_dtype = (policy.param_dtype or dtype) if dtype.is_floating_point else dtype
@@ -107,10 +108,17 @@ class FsdpParameter:
         Picks up a DTensor that replaced ours (`load_state_dict(assign=True)`, `to_empty`, `.to(dtype)`): its rows are
         copied into a padded buffer once, and from then on the DTensor is a view of that buffer again.
         """
-        param = self.sharded_param
-        if param is not self.adopted_param or local_tensor(param) is not self._adopted_local:  # type: ignore[arg-type]
-            self._adopt(param)
+        self.adopt_current()
         return self.padded_local
+
+    def adopt_current(self) -> nn.Parameter:
+        """The DTensor that the module holds now; afterwards its rows are those of `padded_local`."""
+        module, name = self.references[0]
+        param = module._parameters[name]
+        if param is not self.adopted_param or local_tensor(param) is not self._adopted_local:  # type: ignore[arg-type]
+            assert param is not None
+            self._adopt(param)
+        return param
 
     def _adopt(self, param: nn.Parameter) -> None:
         local = local_tensor(param)  # type: ignore[arg-type]
@@ -151,16 +159,15 @@ class FsdpParameter:
 
     @property
     def graph_constants(self) -> tuple[object, ...]:
-        """What a compiled graph takes for constant and no guard looks at; it serves only parameters that agree."""
-        return (
-            self.group_name,
-            self.world_size,
-            self.rows,
-            self.orig_dtype,
-            self.param_dtype,
-            self.reduce_dtype,
-            self.unit.reshards_after_forward,
-        )
+        """What a compiled graph takes for constant and no guard looks at; it serves only parameters that agree.
+
+        Read for every parameter on every call: kept until dtypes, the unit's place or its resharding change.
+        """
+        reshards = self.unit.reshards_after_forward
+        if self._graph_constants is None or self._graph_constants[0] is not reshards:
+            dtypes = (self.orig_dtype, self.param_dtype, self.reduce_dtype)
+            self._graph_constants = (reshards, self.group_name, self.world_size, self.rows, *dtypes)
+        return self._graph_constants
 
     def gathered(self) -> torch.Tensor:
         """The storage that holds the gathered values as one tensor of `padded_rows` rows."""
