@@ -24,6 +24,7 @@ from fsdp_passes._torch_compat import (
     min_cut_rematerialization_partition,
     wrap_boxed,
 )
+from fsdp_passes.agreement import has_peers
 from fsdp_passes.compiled_call import Compiled, CompiledCall, parameter_at
 from fsdp_passes.debug import CheckedInterpreter, debug_flags
 from fsdp_passes.errors import NothingShardedWarning
@@ -113,7 +114,8 @@ def compile_sharded(
     units = {use.unit_index: use.param.unit for use in uses}
     record = start_record([units[index].display_name for index in sorted(units)], settings)
     backends = tuple(sorted({dist.get_backend(unit.mesh.get_group()) for unit in units.values()}))
-    lower = LowerAndSchedule(settings, record, backends)
+    group_names = {use.param.group_name for use in uses}
+    lower = LowerAndSchedule(settings, record, backends, has_peers=any(map(has_peers, sorted(group_names))))
     inputs = place(gm, _local_inputs(example_inputs, [use.position for use in uses], label_from))
     return _compile_inner(gm, inputs, settings, inductor_options, lower), label_from
 
