@@ -43,6 +43,7 @@ from fsdp_passes.pipeline import (
     start_record,
     verify_generated_code,
 )
+from fsdp_passes.stand_in import StandIn
 
 
 def overlap_fsdp(
@@ -89,7 +90,9 @@ def overlap_fsdp(
         # Dynamo traces its own graph again; its guards on this call's frame fail at the next call.
         return torch.compile(original, backend=overlap_fsdp, mode=mode, options=dict(options or {}))(*args)
 
-    return CompiledCall(inner, recompile, positions, label_from, settings, [use.param for use in uses])
+    return CompiledCall(
+        inner, recompile, positions, label_from, settings, [use.param for use in uses], StandIn(original)
+    )
 
 
 def compile_sharded(

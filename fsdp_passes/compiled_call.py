@@ -20,6 +20,7 @@ from fsdp_passes.gathering import release_on_demand
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import FsdpParameter, fsdp_parameter_of
 from fsdp_passes.regions import close_backward_regions, close_regions_above, num_open_regions
+from fsdp_passes.stand_in import are_active
 
 Compiled = Callable[..., Any]
 
@@ -71,6 +72,7 @@ class CompiledCall:
         recompile: takes the same arguments as a call, and compiles for them.
         positions: where the graph's inputs are placeholders of sharded parameters.
         label_from: for each label, the index in `positions` of a parameter of its unit.
+        stand_in: takes the arguments of a call as one sequence; what it returns, a call returns while warming up.
         constants: `graph_constants` of the parameters that it was compiled for.
         requires_grad: whether each of them required a gradient.
     """
@@ -83,6 +85,7 @@ class CompiledCall:
         label_from: Sequence[int],
         settings: OverlapOptions,
         params: Sequence[FsdpParameter],
+        stand_in: Compiled,
     ) -> None:
         self.inner = inner
         self.recompile = recompile
@@ -91,6 +94,7 @@ class CompiledCall:
         self.constants = [param.graph_constants for param in params]
         self.requires_grad = [param.placeholder.requires_grad for param in params]
         self._trained = [index for index, is_trained in enumerate(self.requires_grad) if is_trained]
+        self.stand_in = stand_in
         self._has_two_groups = not settings.unify_communication_stream
 
     def __call__(self, *args: Any) -> Any:
@@ -98,6 +102,8 @@ class CompiledCall:
         sharded = [param.adopt_current() for param in params]
         if not self._fits(params, sharded):
             return self.recompile(*args)
+        if are_active():
+            return self.stand_in(args)
         inputs = list(args)
         self._hand_out(inputs, params, sharded)
         for index in self.label_from:

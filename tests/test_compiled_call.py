@@ -21,7 +21,7 @@ def all_params() -> list[FsdpParameter]:
 
 
 def call_for(params: list[FsdpParameter], inner: Any) -> CompiledCall:
-    return CompiledCall(inner, lambda *_: "compiled again", range(len(params)), [0], OverlapOptions(), params)
+    return CompiledCall(inner, lambda *_: "compiled again", range(len(params)), [0], OverlapOptions(), params, list)
 
 
 def test_shards_stand_where_the_placeholders_were_behind_one_autograd_node() -> None:
