@@ -27,9 +27,12 @@ from fuzz_models import ModelSpec, check_invariants, model_specs  # noqa: E402
 from tests.ranks import RankPool  # noqa: E402
 
 
-def search(check: Callable[[ModelSpec], object], num_models: int, seed_: int) -> tuple[int, str | None]:
-    """Check `num_models` random models; (how many ran, the text of the smallest failure)."""
+def search(
+    check: Callable[[ModelSpec], object], num_models: int, seed_: int, time_limit_s: float = float("inf")
+) -> tuple[int, str | None]:
+    """Check `num_models` random models, fewer when the time is over; (how many ran, the text of the smallest failure)."""
     count, smallest = 0, ""
+    end_s = time.monotonic() + time_limit_s
 
     @seed(seed_)
     @settings(
@@ -43,6 +46,8 @@ def search(check: Callable[[ModelSpec], object], num_models: int, seed_: int) ->
     @given(model_specs)
     def run(spec: ModelSpec) -> None:
         nonlocal count, smallest
+        if time.monotonic() > end_s:
+            return
         count += 1
         try:
             check(spec)
@@ -58,23 +63,27 @@ def search(check: Callable[[ModelSpec], object], num_models: int, seed_: int) ->
     return count, None
 
 
-def search_invariants(num_models: int, seed_: int, world_size: int = 3) -> tuple[int, str | None]:
+def search_invariants(
+    num_models: int, seed_: int, time_limit_s: float = float("inf"), world_size: int = 3
+) -> tuple[int, str | None]:
     """On a fake group, whose size most shapes cannot be divided by."""
     init_fake_process_group(world_size)
     try:
-        return search(check_invariants, num_models, seed_)
+        return search(check_invariants, num_models, seed_, time_limit_s)
     finally:
         dist.destroy_process_group()
 
 
-def search_values(num_models: int, seed_: int, pool: RankPool, ways: list[str]) -> tuple[int, str | None]:
+def search_values(
+    num_models: int, seed_: int, pool: RankPool, ways: list[str], time_limit_s: float = float("inf")
+) -> tuple[int, str | None]:
     """On the ranks of `pool`, in each of the `ways` of running."""
 
     def check(spec: ModelSpec) -> None:
         for way in ways:
             pool.run("fuzz_models:check_values", spec=spec, way=way)
 
-    return search(check, num_models, seed_)
+    return search(check, num_models, seed_, time_limit_s)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,6 +93,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=("invariants", "values"))
     parser.add_argument("--ways", nargs="+", default=["aot_eager", "fallback"])
+    parser.add_argument(
+        "--time-limit-s", type=float, default=float("inf"), help="of each search; no new model behind it"
+    )
     args = parser.parse_args(argv)
     failed = False
     for name in ("invariants", "values"):
@@ -91,11 +103,11 @@ def main(argv: list[str] | None = None) -> int:
             continue
         begin_s = time.monotonic()
         if name == "invariants":
-            count, failure = search_invariants(args.models, args.seed)
+            count, failure = search_invariants(args.models, args.seed, args.time_limit_s)
         else:
             pool = RankPool(args.ranks, timeout_s=120)
             try:
-                count, failure = search_values(args.models, args.seed, pool, args.ways)
+                count, failure = search_values(args.models, args.seed, pool, args.ways, args.time_limit_s)
             finally:
                 pool.close()
         print(f"{name}: {count} models in {time.monotonic() - begin_s:.0f} s, {'FAILED' if failure else 'all right'}")
