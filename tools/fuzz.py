@@ -30,7 +30,7 @@ from tests.ranks import RankPool  # noqa: E402
 def search(
     check: Callable[[ModelSpec], object], num_models: int, seed_: int, time_limit_s: float = float("inf")
 ) -> tuple[int, str | None]:
-    """Check `num_models` random models, fewer when the time is over; (how many ran, the text of the smallest failure)."""
+    """Check `num_models` random models, fewer when the time is over; (how many ran, the smallest failure)."""
     count, smallest = 0, ""
     end_s = time.monotonic() + time_limit_s
 
