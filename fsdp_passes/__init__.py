@@ -6,5 +6,6 @@ from fsdp_passes.inspect.explain import Explanation as Explanation
 from fsdp_passes.inspect.explain import explain as explain
 from fsdp_passes.options import OverlapOptions as OverlapOptions
 from fsdp_passes.sharding import fully_shard as fully_shard
+from fsdp_passes.warmup import warmup as warmup
 
 __version__ = "0.1.0"

@@ -49,6 +49,7 @@ __all__ = [
     "compile_fx",
     "compile_fx_and_inspect",
     "copy_dynamo_graph",
+    "default_store",
     "detect_fake_mode",
     "foreach_copy",
     "get_hash_for_files",
@@ -138,6 +139,11 @@ def group_of(name: str) -> dist.ProcessGroup:
     """The process group that functional collectives know under `name`."""
     resolved: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     return resolved
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group, under a prefix of its own."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def register_group_alias(name: str, group: dist.ProcessGroup) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch.distributed.tensor import DTensor
 
 from fsdp_passes._torch_compat import (
     FakeTensorMode,
@@ -22,19 +21,16 @@ from fsdp_passes._torch_compat import (
     inductor_mode_options,
     inductor_schedulers_off,
     is_deterministic,
-    is_in_backward,
-    make_dtensor,
     min_cut_rematerialization_partition,
     wrap_boxed,
 )
-from fsdp_passes.context import ensure_reduce_group
+from fsdp_passes.agreement import has_peers
+from fsdp_passes.compiled_call import Compiled, CompiledCall, parameter_at
 from fsdp_passes.debug import CheckedInterpreter, debug_flags
-from fsdp_passes.eager_backward import whole_inputs
-from fsdp_passes.errors import NothingShardedWarning, StaleParametersError
-from fsdp_passes.gathering import release_on_demand
+from fsdp_passes.errors import NothingShardedWarning
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
-from fsdp_passes.parameter import FsdpParameter, fsdp_parameter_of
+from fsdp_passes.parameter import fsdp_parameter_of
 from fsdp_passes.passes._uses import ParameterUse
 from fsdp_passes.passes.fence_reductions import fence_reductions
 from fsdp_passes.passes.find_parameter_uses import find_parameter_uses
@@ -47,9 +43,7 @@ from fsdp_passes.pipeline import (
     start_record,
     verify_generated_code,
 )
-from fsdp_passes.regions import close_backward_regions, close_regions_above, num_open_regions
-
-Compiled = Callable[..., Any]
+from fsdp_passes.stand_in import StandIn
 
 
 def overlap_fsdp(
@@ -96,8 +90,9 @@ def overlap_fsdp(
         # Dynamo traces its own graph again; its guards on this call's frame fail at the next call.
         return torch.compile(original, backend=overlap_fsdp, mode=mode, options=dict(options or {}))(*args)
 
-    constants = [use.param.graph_constants for use in uses]
-    return functools.partial(_run, inner, recompile, positions, label_from, settings, constants)
+    return CompiledCall(
+        inner, recompile, positions, label_from, settings, [use.param for use in uses], StandIn(original)
+    )
 
 
 def compile_sharded(
@@ -122,7 +117,8 @@ def compile_sharded(
     units = {use.unit_index: use.param.unit for use in uses}
     record = start_record([units[index].display_name for index in sorted(units)], settings)
     backends = tuple(sorted({dist.get_backend(unit.mesh.get_group()) for unit in units.values()}))
-    lower = LowerAndSchedule(settings, record, backends)
+    group_names = {use.param.group_name for use in uses}
+    lower = LowerAndSchedule(settings, record, backends, has_peers=any(map(has_peers, sorted(group_names))))
     inputs = place(gm, _local_inputs(example_inputs, [use.position for use in uses], label_from))
     return _compile_inner(gm, inputs, settings, inductor_options, lower), label_from
 
@@ -148,7 +144,7 @@ def _local_inputs(example_inputs: Sequence[Any], positions: Sequence[int], label
     parameters whose gradients are kept whole."""
     fake_mode = detect_fake_mode() or FakeTensorMode()
     inputs = list(example_inputs)
-    params = [_parameter_at(example_inputs, position) for position in positions]
+    params = [parameter_at(example_inputs, position) for position in positions]
     for position, param in zip(positions, params, strict=True):
         is_reduced = param.placeholder.requires_grad and not param.keeps_whole_grad
         shard = param.shard().detach().requires_grad_(is_reduced)
@@ -157,12 +153,6 @@ def _local_inputs(example_inputs: Sequence[Any], positions: Sequence[int], label
         inputs.append(fake_mode.from_tensor(params[index].unit.label, static_shapes=True))
     inputs += [fake_mode.from_tensor(p.placeholder, static_shapes=True) for p in params if p.keeps_whole_grad]
     return inputs
-
-
-def _parameter_at(inputs: Sequence[Any], position: int) -> FsdpParameter:
-    param = fsdp_parameter_of(inputs[position])
-    assert param is not None, "Dynamo's guards let a tensor through that is no sharded parameter"
-    return param
 
 
 def _compile_inner(
@@ -229,89 +219,3 @@ def _compile_aot(
         keep_inference_input_mutations=True,
     )
     return backend(gm, inputs)
-
-
-# ---- run time --------------------------------------------------------------------------------------------------------
-
-
-class _HandOutShards(torch.autograd.Function):
-    """Sharded parameters in, this rank's padded shards out; in backward, padded gradients in and DTensors out.
-
-    One node for all parameters of a graph: a node per parameter would cost more than a small layer's compute.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, params: list[FsdpParameter], *sharded: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.params = params
-        ctx.versions = [param._version for param in sharded]
-        # Fresh aliases: autograd writes its history into the tensors that a Function returns.
-        return tuple(param.shard().detach() for param in params)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        results: list[DTensor | None] = []
-        for param, version in zip(ctx.params, ctx.versions, strict=True):
-            if param.sharded_param._version != version:  # the backward has gathered what was written
-                raise StaleParametersError(param.unit.display_name)
-        for param, grad in zip(ctx.params, grads, strict=True):
-            if grad is None:
-                results.append(None)
-                continue
-            sharded = param.sharded_param
-            results.append(make_dtensor(grad[: param.local_rows], sharded))
-        return None, *results
-
-
-def _run(
-    inner: Compiled,
-    recompile: Compiled,
-    positions: Sequence[int],
-    label_from: Sequence[int],
-    settings: OverlapOptions,
-    constants: list[tuple[object, ...]],
-    *args: Any,
-) -> Any:
-    """Replace each placeholder that Dynamo passed by the shard behind that very object, and run the graph.
-
-    The positions are the graph's; the parameters are this call's. One artifact serves every layer with the same code.
-    A parameter that was frozen or unfrozen since the graph was compiled needs another graph: a gradient would be
-    missing or reduced for nothing. So does one whose group, dtypes or resharding differ from what the graph assumes.
-    """
-    params = [_parameter_at(args, position) for position in positions]
-    changed = [param for param in params if param.sync_requires_grad()]
-    found = [param.graph_constants for param in params]
-    if changed or found != constants:
-        return recompile(*args)
-    inputs = list(args)
-    trainable: list[tuple[int, FsdpParameter]] = []
-    needs_grad = torch.is_grad_enabled()
-    for position, param in zip(positions, params, strict=True):
-        if needs_grad and param.sharded_param.requires_grad and not param.keeps_whole_grad:
-            trainable.append((position, param))
-        else:
-            inputs[position] = param.shard()
-    if trainable:
-        locals_ = _HandOutShards.apply([p for _, p in trainable], *[p.sharded_param for _, p in trainable])
-        for (position, _), local in zip(trainable, locals_, strict=True):
-            inputs[position] = local
-    for index in label_from:
-        inputs.append(params[index].unit.label)
-    inputs += whole_inputs(params)
-    if not settings.unify_communication_stream:
-        for mesh in dict.fromkeys(param.mesh for param in params):
-            ensure_reduce_group(mesh)
-    context = params[0].unit.context
-    release_on_demand(context)
-    if not is_in_backward():
-        context.is_grad_enabled = needs_grad
-    context.lookahead.open_requests = None
-    if not is_in_backward():
-        close_backward_regions()
-    depth = num_open_regions()
-    try:
-        return inner(*inputs)
-    except BaseException:
-        context.lookahead.interrupt()
-        raise
-    finally:
-        close_regions_above(depth)

@@ -211,6 +211,48 @@ class ScheduleError(FsdpError, AssertionError):
         )
 
 
+class ScheduleDisagreementError(FsdpError, RuntimeError):
+    """Ranks are about to run graphs whose collectives do not belong together, or some rank runs none.
+
+    Attributes:
+        missing_ranks: global ranks that have not said what they run.
+    """
+
+    def __init__(self, message: str, missing_ranks: Sequence[int] = ()) -> None:
+        self.missing_ranks = tuple(missing_ranks)
+        super().__init__(message)
+
+    @classmethod
+    def differs(
+        cls, where: str, place: int, sides: Sequence[tuple[str, Sequence[int]]], missing_ranks: Sequence[int]
+    ) -> ScheduleDisagreementError:
+        """`place`: index of the first collective that differs. `sides`: what is started there, and by which ranks."""
+        found = "; ".join(f"{what} on {_ranks(ranks)}" for what, ranks in sides)
+        return cls(
+            f"{where}: expected every rank to start the same collectives in the same order, found that collective "
+            f"{place} differs: {found}. Compile the same model with the same options and releases on every rank, and "
+            "let no rank take a branch of its own.",
+            missing_ranks,
+        )
+
+    @classmethod
+    def no_answer(
+        cls, where: str, missing_ranks: Sequence[int], timeout_s: float, first: str
+    ) -> ScheduleDisagreementError:
+        """`first`: the collective that the graph would start first."""
+        return cls(
+            f"{where}: expected every rank to be about to run it, found no answer from {_ranks(missing_ranks)} within "
+            f"{timeout_s:g} s; the first collective would be the {first}. Such a rank has ended, has left the loop, "
+            "runs other code, or is still compiling: see its log. options={'agreement_timeout_s': ...} waits longer.",
+            missing_ranks,
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:16]) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
 class UseBeforeWaitError(FsdpError, RuntimeError):
     """A collective's result is read while the collective may still write it."""
 

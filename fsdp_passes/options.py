@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,8 @@ class OverlapOptions:
             temporary buffers can be reused for each other; False gives reduce-scatters a group of their own.
         nvtx: whether to annotate each unit's compute with `FSDP:<unit>:forward_compute` / `backward_compute`.
         verify: whether to check the invariants on the graph and on Inductor's final kernel order.
+        agreement_timeout_s: before a graph runs for the first time, ranks compare its collectives; how many seconds a
+            rank waits for the others, which may still be compiling. 0 switches the comparison off.
         inductor: further Inductor options, as in `torch.compile(options=...)`.
     """
 
@@ -45,6 +48,7 @@ class OverlapOptions:
     unify_communication_stream: bool = True
     nvtx: bool = True
     verify: bool = True
+    agreement_timeout_s: float = 600.0
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,6 +61,9 @@ class OverlapOptions:
         for name in ("unify_communication_stream", "nvtx", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionValueError(name, getattr(self, name), "True or False")
+        timeout_s = self.agreement_timeout_s
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 <= timeout_s < math.inf:
+            raise OptionValueError("agreement_timeout_s", timeout_s, "a finite number of seconds, 0 for never")
         if not isinstance(self.inductor, Mapping):
             raise OptionValueError("inductor", self.inductor, "a dict of Inductor options")
         for name in RESERVED_INDUCTOR_OPTIONS:

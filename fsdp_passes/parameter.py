@@ -42,7 +42,7 @@ class FsdpParameter:
         self.rows_per_rank = math.ceil(self.rows / self.world_size)
         self.mp_policy = mp_policy
         # The sum of this rank's gradients since gradient sync was switched off, full shape, in the reduction's dtype.
-        self.accumulated_grad: torch.Tensor | None = None
+        self._accumulated_grad: torch.Tensor | None = None
         self.num_adoptions = 0  # how often another DTensor took our place
         self._set_dtypes(param.dtype)
 
@@ -70,7 +70,7 @@ class FsdpParameter:
         """Another parameter with the same values, in the same group; nothing of it is gathered."""
         new = object.__new__(type(self))
         memo[id(self)] = new
-        new.__dict__.update(self.__dict__, accumulated_grad=None, _adopted_local=None)
+        new.__dict__.update(self.__dict__, _accumulated_grad=None, _adopted_local=None)
         for name in ("unit", "references", "adopted_param"):
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         # The placeholder has no values to copy. The shard takes those of the copied DTensor: `shard` adopts it, since
@@ -80,6 +80,7 @@ class FsdpParameter:
 
     def _set_dtypes(self, dtype: torch.dtype) -> None:
         """Integers and complex numbers are never cast."""
+        self._graph_constants: tuple[object, ...] | None = None
         self.orig_dtype = dtype
         policy = self.mp_policy
         self.param_dtype = (policy.param_dtype or dtype) if dtype.is_floating_point else dtype
@@ -122,10 +123,17 @@ class FsdpParameter:
         Picks up a DTensor that replaced ours (`load_state_dict(assign=True)`, `to_empty`, `.to(dtype)`): its rows are
         copied into a padded buffer once, and from then on the DTensor is a view of that buffer again.
         """
-        param = self.sharded_param
-        if param is not self.adopted_param or local_tensor(param) is not self._adopted_local:  # type: ignore[arg-type]
-            self._adopt(param)
+        self.adopt_current()
         return self.padded_local
+
+    def adopt_current(self) -> nn.Parameter:
+        """The DTensor that the module holds now; afterwards its rows are those of `padded_local`."""
+        module, name = self.references[0]
+        param = module._parameters[name]
+        if param is not self.adopted_param or local_tensor(param) is not self._adopted_local:  # type: ignore[arg-type]
+            assert param is not None
+            self._adopt(param)
+        return param
 
     def _adopt(self, param: nn.Parameter) -> None:
         local = local_tensor(param)  # type: ignore[arg-type]
@@ -166,27 +174,36 @@ class FsdpParameter:
 
     @property
     def graph_constants(self) -> tuple[object, ...]:
-        """What a compiled graph takes for constant and no guard looks at; it serves only parameters that agree."""
-        return (
-            self.group_name,
-            self.world_size,
-            self.rows,
-            self.orig_dtype,
-            self.param_dtype,
-            self.reduce_dtype,
-            self.unit.reshards_after_forward,
-            self.unit.divide_factor,
-            self.keeps_whole_grad,
-        )
+        """What a compiled graph takes for constant and no guard looks at; it serves only parameters that agree.
+
+        Read for every parameter on every call: kept until dtypes, the unit's place or its settings change.
+        """
+        unit = self.unit
+        changing = (unit.reshards_after_forward, unit.divide_factor, self.keeps_whole_grad)
+        if self._graph_constants is None or self._graph_constants[0] != changing:
+            dtypes = (self.orig_dtype, self.param_dtype, self.reduce_dtype)
+            self._graph_constants = (changing, self.group_name, self.world_size, self.rows, *dtypes)
+        return self._graph_constants
 
     @property
     def keeps_whole_grad(self) -> bool:
         """Whether the next backward leaves this parameter's gradient whole on the placeholder, instead of reducing it
         inside the graph: gradient sync is off, or it was, and what was accumulated is reduced together with it."""
         unit = self.unit
-        return self.placeholder.requires_grad and (
-            not unit.syncs_gradients or any(param.accumulated_grad is not None for param in unit.params)
-        )
+        return self.placeholder.requires_grad and (not unit.syncs_gradients or bool(unit.accumulating))
+
+    @property
+    def accumulated_grad(self) -> torch.Tensor | None:
+        """The whole gradient of backwards without gradient sync, in the reduction's dtype."""
+        return self._accumulated_grad
+
+    @accumulated_grad.setter
+    def accumulated_grad(self, grad: torch.Tensor | None) -> None:
+        self._accumulated_grad = grad
+        if grad is None:
+            self.unit.accumulating.discard(self)
+        else:
+            self.unit.accumulating.add(self)
 
     def gathered(self) -> torch.Tensor:
         """The storage that holds the gathered values as one tensor of `padded_rows` rows."""

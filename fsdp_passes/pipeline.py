@@ -29,6 +29,7 @@ from fsdp_passes._torch_compat import (
 from fsdp_passes.generated_code import check_generated_code
 from fsdp_passes.ops import REDUCE_GRAD, UNSHARD
 from fsdp_passes.options import OverlapOptions
+from fsdp_passes.passes.agree_on_schedule import agree_on_schedule
 from fsdp_passes.passes.annotate_collectives import annotate_collectives
 from fsdp_passes.passes.annotate_regions import annotate_regions
 from fsdp_passes.passes.bucket_all_gathers import bucket_all_gathers
@@ -135,14 +136,22 @@ class TagJointGraph(CustomGraphPass):
 class LowerAndSchedule(CustomGraphPass):
     """Everything that happens to a forward or backward graph, as Inductor's last post-grad pass."""
 
-    def __init__(self, options: OverlapOptions, record: CompilationRecord, backends: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        options: OverlapOptions,
+        record: CompilationRecord,
+        backends: tuple[str, ...] = (),
+        *,
+        has_peers: bool = False,
+    ) -> None:
         self.options = options
         self.record = record
+        self.has_peers = has_peers
         # Of the process groups: whether one can average decides what the graph computes behind a reduction.
         self.backends = backends
 
     def uuid(self) -> Any:
-        return (_sources_hash(), self.options.fingerprint(), torch.__version__, self.backends)
+        return (_sources_hash(), self.options.fingerprint(), torch.__version__, self.backends, self.has_peers)
 
     def __call__(self, graph: fx.Graph) -> None:
         nodes = [*graph.find_nodes(op="call_function", target=UNSHARD)]
@@ -187,6 +196,12 @@ class LowerAndSchedule(CustomGraphPass):
         annotate_collectives(graph, unit_names=unit_names)
         keep("scheduled")
         result.events = events_from_graph(graph)
+        if self.has_peers and options.agreement_timeout_s > 0:
+            timeout_s = float(options.agreement_timeout_s)
+            run(
+                "agree_on_schedule",
+                lambda: agree_on_schedule(graph, labels=labels, is_backward=backward, timeout_s=timeout_s),
+            )
         if options.verify:
             where = f"{result.phase} graph of units {', '.join(self.record.unit_names)}"
             result.report = verify_schedule(result.events, prefetch=options.prefetch, where=where)

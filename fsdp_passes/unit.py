@@ -59,6 +59,7 @@ class FsdpUnit:
     forward_versions: list[tuple[int, ...]] | None = None
     pending_gather: Callable[[], None] | None = None
     ready_grads: set[FsdpParameter] = dataclasses.field(default_factory=set)
+    accumulating: set[FsdpParameter] = dataclasses.field(default_factory=set)  # parameters with `accumulated_grad`
     are_grads_reduced: bool = False
     has_input_grads: bool = False
     forward_prefetch: list[FsdpUnit] | None = None

@@ -32,6 +32,7 @@ EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
     errors.TraceFileError: ("rank0.json", "an empty file", "Record it again."),
     errors.MutatedParameterError: ("layers.0.weight",),
     errors.ScheduleError: ("forward graph of units root", ["all_gather 0 (unit 0): is started but never awaited", "b"]),
+    errors.ScheduleDisagreementError: ("forward graph on group '0': ranks differ", (1,)),
     errors.UseBeforeWaitError: ("aten.mm", "all_gather", "layers.0", "  model.py:3"),
     errors.NotAUnitError: ("Linear",),
     errors.PickledModuleError: ("Linear",),
@@ -128,6 +129,8 @@ forward graph of units root: expected a schedule that keeps every invariant, fou
   - b
 This is a defect of fsdp_passes or of an Inductor option that reorders kernels; please report it with the graph.
         options={'verify': False} runs the graph unchecked.
+[ScheduleDisagreementError]
+forward graph on group '0': ranks differ
 [UseBeforeWaitError]
 aten.mm: expected the all_gather of unit 'layers.0' to be awaited before its result is read, found it still on its
         way. Wait for it first. The reader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -25,6 +26,7 @@ OTHER_VALUES: dict[str, Any] = {
     "unify_communication_stream": False,
     "nvtx": False,
     "verify": False,
+    "agreement_timeout_s": 20,
     "inductor": {"reorder_for_peak_memory": False},
 }
 
@@ -40,7 +42,7 @@ def test_the_defaults() -> None:
         folded(str(OverlapOptions())),
         """\
 OverlapOptions(prefetch=1, inner='inductor', bucket_mode='coalesced', unify_communication_stream=True, nvtx=True,
-        verify=True, inductor={})""",
+        verify=True, agreement_timeout_s=600.0, inductor={})""",
     )
     assert OverlapOptions.from_dict(None) == OverlapOptions.from_dict({}) == OverlapOptions()
 
@@ -66,8 +68,8 @@ def test_an_unknown_option_lists_the_valid_ones_and_the_closest() -> None:
     assert_expected_inline(
         folded(str(raised.value)),
         """\
-prefech: expected one of the options bucket_mode, inductor, inner, nvtx, prefetch, unify_communication_stream,
-        verify, found 'prefech'. Did you mean 'prefetch'?""",
+prefech: expected one of the options agreement_timeout_s, bucket_mode, inductor, inner, nvtx, prefetch,
+        unify_communication_stream, verify, found 'prefech'. Did you mean 'prefetch'?""",
     )
 
 
@@ -95,6 +97,12 @@ def test_bucket_mode_must_be_known(value: Any) -> None:
 @pytest.mark.parametrize("value", [0, 1, "True", None])
 def test_switches_must_be_true_or_false(name: str, value: Any) -> None:
     assert message(**{name: value}) == f"{name}: expected True or False, found {value!r}."
+
+
+@pytest.mark.parametrize("value", [-1, True, None, "10", math.inf, math.nan])
+def test_a_timeout_must_be_finite_and_not_negative(value: Any) -> None:
+    found = message(agreement_timeout_s=value)
+    assert found == f"agreement_timeout_s: expected a finite number of seconds, 0 for never, found {value!r}."
 
 
 @pytest.mark.parametrize("value", [None, [], "max-autotune"])

@@ -60,7 +60,9 @@ def same_bits() -> None:
 def test_the_sequence_of_collectives_is_the_same(two_ranks: RankPool) -> None:
     compiled, fallback = (two_ranks.run(f"{HERE}:order_of_collectives", way=way)[0] for way in ("compiled", "fallback"))
     assert compiled == fallback
-    assert_expected_inline("\n".join(fallback), """\
+    assert_expected_inline(
+        "\n".join(fallback),
+        """\
 0:all_gather
 1:all_gather
 2:all_gather
@@ -68,7 +70,8 @@ def test_the_sequence_of_collectives_is_the_same(two_ranks: RankPool) -> None:
 0:all_gather
 2:reduce_scatter
 1:reduce_scatter
-0:reduce_scatter""")
+0:reduce_scatter""",
+    )
 
 
 def test_losses_and_gradients_are_equal_bit_by_bit(two_ranks: RankPool) -> None:

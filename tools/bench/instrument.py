@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fsdp_passes import backend, pipeline
+from fsdp_passes.compiled_call import CompiledCall, HandOutShards
 
 
 class PassTimers:
@@ -57,10 +58,10 @@ class WrapperTimer:
         self.backward_s = 0.0
 
     def install(self) -> None:
-        run, hand_out = backend._run, backend._HandOutShards.backward
+        run, hand_out = CompiledCall.__call__, HandOutShards.backward
 
-        def timed_run(inner: Callable[..., Any], *args: Any) -> Any:
-            inner_s = 0.0
+        def timed_run(call: CompiledCall, *args: Any) -> Any:
+            inner, inner_s = call.inner, 0.0
 
             def timed_inner(*inputs: Any) -> Any:
                 nonlocal inner_s
@@ -70,10 +71,13 @@ class WrapperTimer:
                 finally:
                     inner_s += time.perf_counter() - begin_s
 
+            call.inner = timed_inner
             begin_s = time.perf_counter()
-            result = run(timed_inner, *args)
-            self.forward_s += time.perf_counter() - begin_s - inner_s
-            return result
+            try:
+                return run(call, *args)
+            finally:
+                self.forward_s += time.perf_counter() - begin_s - inner_s
+                call.inner = inner
 
         def timed_backward(ctx: Any, *grads: Any) -> Any:
             begin_s = time.perf_counter()
@@ -81,8 +85,8 @@ class WrapperTimer:
             self.backward_s += time.perf_counter() - begin_s
             return result
 
-        backend._run = timed_run
-        backend._HandOutShards.backward = staticmethod(timed_backward)  # type: ignore[assignment]
+        CompiledCall.__call__ = timed_run  # type: ignore[method-assign]
+        HandOutShards.backward = staticmethod(timed_backward)  # type: ignore[assignment]
 
     def clear(self) -> None:
         self.forward_s = self.backward_s = 0.0

@@ -38,12 +38,14 @@ class EmulatedGroup(dist.ProcessGroup):
     """`world_size` ranks with the same contents, of which this process is `rank`.
 
     Attributes:
+        has_peers: no other process plays a part.
         averages: reduce-scatters can average, as NCCL's can.
         model: how long each collective takes.
         num_launches: collectives so far; a grouped one counts once.
     """
 
     averages = True
+    has_peers = False
 
     def __init__(self, rank: int, model: LinkModel, device_type: str, num_sms: int) -> None:
         super().__init__(rank, model.world_size)

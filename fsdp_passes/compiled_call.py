@@ -1,0 +1,151 @@
+"""What runs around a compiled graph on each call: shards in, gradients out.
+
+It runs on the host before every graph, for hundreds of parameters, and nothing hides it when a step is short. So each
+loop over parameters reads each attribute once and makes no call that it can do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_passes._torch_compat import is_in_backward, make_dtensor
+from fsdp_passes.context import ensure_reduce_group
+from fsdp_passes.eager_backward import whole_inputs
+from fsdp_passes.errors import StaleParametersError
+from fsdp_passes.gathering import release_on_demand
+from fsdp_passes.options import OverlapOptions
+from fsdp_passes.parameter import FsdpParameter, fsdp_parameter_of
+from fsdp_passes.regions import close_backward_regions, close_regions_above, num_open_regions
+from fsdp_passes.stand_in import are_active
+
+Compiled = Callable[..., Any]
+
+
+def parameter_at(inputs: Sequence[Any], position: int) -> FsdpParameter:
+    """The parameter behind the placeholder at `position`."""
+    param = fsdp_parameter_of(inputs[position])
+    assert param is not None, "Dynamo's guards let a tensor through that is no sharded parameter"
+    return param
+
+
+class HandOutShards(torch.autograd.Function):
+    """Sharded parameters in, this rank's padded shards out; in backward, padded gradients in and DTensors out.
+
+    One node for all parameters of a graph: a node per parameter would cost more than a small layer's compute.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, params: list[FsdpParameter], *sharded: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Fresh aliases: autograd writes its history into the tensors that a Function returns.
+        shards = tuple([param.padded_local.detach() for param in params])
+        ctx.params = params
+        ctx.versions = [param._version for param in sharded]
+        return shards
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        sharded = [param.sharded_param for param in ctx.params]
+        for param, now, version in zip(ctx.params, sharded, ctx.versions, strict=True):
+            if now._version != version:  # the backward has gathered what was written
+                raise StaleParametersError(param.unit.display_name)
+        results: list[DTensor | None] = []
+        for param, now, grad in zip(ctx.params, sharded, grads, strict=True):
+            if grad is not None and param.local_rows != param.rows_per_rank:
+                grad = grad[: param.local_rows]
+            results.append(None if grad is None else make_dtensor(grad, now))
+        return None, *results
+
+
+class CompiledCall:
+    """A compiled graph that takes the placeholders which Dynamo passes, and computes with the shards behind them.
+
+    The positions are the graph's; the parameters are those of each call. One artifact serves every layer with the same
+    code. A parameter that was frozen or unfrozen since the graph was compiled needs another graph: a gradient would be
+    missing or reduced for nothing. So does one whose group, dtypes or resharding differ from what the graph assumes.
+
+    Attributes:
+        inner: the compiled graph; it takes shards in place of placeholders, and labels behind all other inputs.
+        recompile: takes the same arguments as a call, and compiles for them.
+        positions: where the graph's inputs are placeholders of sharded parameters.
+        label_from: for each label, the index in `positions` of a parameter of its unit.
+        stand_in: takes the arguments of a call as one sequence; what it returns, a call returns while warming up.
+        constants: `graph_constants` of the parameters that it was compiled for.
+        requires_grad: whether each of them required a gradient.
+    """
+
+    def __init__(
+        self,
+        inner: Compiled,
+        recompile: Compiled,
+        positions: Sequence[int],
+        label_from: Sequence[int],
+        settings: OverlapOptions,
+        params: Sequence[FsdpParameter],
+        stand_in: Compiled,
+    ) -> None:
+        self.inner = inner
+        self.recompile = recompile
+        self.positions = tuple(positions)
+        self.label_from = tuple(label_from)
+        self.constants = [param.graph_constants for param in params]
+        self.requires_grad = [param.placeholder.requires_grad for param in params]
+        # The others' gradients, if any, stay whole on their placeholders.
+        self._is_reduced = [param.placeholder.requires_grad and not param.keeps_whole_grad for param in params]
+        self._reduced = [index for index, is_reduced in enumerate(self._is_reduced) if is_reduced]
+        self.stand_in = stand_in
+        self._has_two_groups = not settings.unify_communication_stream
+
+    def __call__(self, *args: Any) -> Any:
+        params = [parameter_at(args, position) for position in self.positions]
+        sharded = [param.adopt_current() for param in params]
+        if not self._fits(params, sharded):
+            return self.recompile(*args)
+        if are_active():
+            return self.stand_in(args)
+        inputs = list(args)
+        self._hand_out(inputs, params, sharded)
+        for index in self.label_from:
+            inputs.append(params[index].unit.label)
+        inputs += whole_inputs(params)
+        if self._has_two_groups:
+            for mesh in dict.fromkeys(params[index].mesh for index in self.label_from):
+                ensure_reduce_group(mesh)
+        context = params[0].unit.context
+        release_on_demand(context)
+        if not is_in_backward():
+            context.is_grad_enabled = torch.is_grad_enabled()
+            close_backward_regions()
+        context.lookahead.open_requests = None
+        depth = num_open_regions()
+        try:
+            return self.inner(*inputs)
+        except BaseException:
+            context.lookahead.interrupt()
+            raise
+        finally:
+            close_regions_above(depth)
+
+    def _fits(self, params: list[FsdpParameter], sharded: list[nn.Parameter]) -> bool:
+        """Whether the graph was compiled for such parameters; if not, their placeholders follow them."""
+        # Dynamo's guards see to it that the placeholders require gradients as they did when it was compiled.
+        fits = [param.requires_grad for param in sharded] == self.requires_grad
+        if not fits:
+            for param in params:
+                param.sync_requires_grad()
+        return fits and [param.graph_constants for param in params] == self.constants
+
+    def _hand_out(self, inputs: list[Any], params: list[FsdpParameter], sharded: list[nn.Parameter]) -> None:
+        """Put shards in the placeholders' places."""
+        needs_grad = torch.is_grad_enabled()
+        for position, param, is_reduced in zip(self.positions, params, self._is_reduced, strict=True):
+            if not (needs_grad and is_reduced):
+                inputs[position] = param.padded_local
+        if needs_grad and self._reduced:
+            shards = HandOutShards.apply([params[i] for i in self._reduced], *[sharded[i] for i in self._reduced])
+            for index, shard in zip(self._reduced, shards, strict=True):
+                inputs[self.positions[index]] = shard

@@ -1,0 +1,35 @@
+"""A few random models on a fake group; `tools/fuzz.py` runs many. Failures that it found are tests of their own."""
+
+from __future__ import annotations
+
+import pytest
+
+from fuzz import search, search_invariants
+from fuzz_models import LEAVES, ModelSpec, Spec, check_invariants
+from tests.graphs import eight_fake_ranks as eight_fake_ranks
+
+
+def test_the_schedules_of_15_random_models_keep_the_invariants() -> None:
+    assert search_invariants(15, seed_=7) == (15, None)
+
+
+def test_a_failure_is_shrunk_and_printed_as_a_description_that_can_be_evaluated() -> None:
+    def check(spec: ModelSpec) -> None:
+        assert not spec.head, "found one with a head"
+
+    count, failure = search(check, 50, 0)
+    assert count > 1
+    assert failure is not None
+    description, *_ = failure.splitlines()
+    assert "AssertionError: found one with a head" in failure
+    smallest = eval(description, {"ModelSpec": ModelSpec, "Spec": Spec})
+    assert smallest.head
+    assert len(smallest.blocks) == 1
+
+
+@pytest.mark.usefixtures("eight_fake_ranks")
+def test_every_kind_of_block_compiles_forward_and_backward() -> None:
+    leaves = tuple(Spec(kind, is_unit=index % 2 == 0) for index, kind in enumerate((*LEAVES, "shared", "tied")))
+    nested = tuple(Spec(kind, children=leaves[:2]) for kind in ("sequence", "residual", "branches", "checkpointed"))
+    (record,) = check_invariants(ModelSpec((*leaves, *nested), head=True))
+    assert [graph.phase for graph in record.graphs] == ["forward", "backward"]
