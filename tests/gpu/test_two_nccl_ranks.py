@@ -116,29 +116,37 @@ def regions_are_in_the_profile_and_cost_no_kernel() -> None:
     assert counts[True] == counts[False], counts
 
 
-def collectives_overlap_compute() -> float:
-    """Share of the all-gather kernels' time during which another kernel of this rank runs; printed, not asserted."""
+def streams_of_kernels(eager: bool) -> tuple[set[int], set[int], float]:
+    """Streams of the collectives, streams of everything else, and the share of the all-gathers' time during which
+    another kernel of this rank runs. The share is printed and not asserted: ranks that share a GPU take turns."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, _, _ = _models(dim=1024, layers=4)
     fully_shard(model, units=["layers.*"], mp_policy=policy)
-    compiled = torch.compile(model, backend=overlap_fsdp)
+    call = model if eager else torch.compile(model, backend=overlap_fsdp)
     (batch,) = _batches(1, 16, 512)
     for _ in range(3):
-        compiled(*batch).backward()
+        call(*batch).backward()
     dist.barrier()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        compiled(*batch).backward()
+        call(*batch).backward()
         torch.cuda.synchronize()
     cuda = [
         event
         for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("FSDP:", "nccl:"))
+        if event.device_type == torch.autograd.DeviceType.CUDA
+        and not event.name.startswith(("FSDP:", "nccl:", "Memset", "Memcpy"))
     ]
-    spans = [(e.time_range.start, e.time_range.end) for e in cuda if "nccl" not in e.name]
-    gathers = [(e.time_range.start, e.time_range.end) for e in cuda if "AllGather" in e.name]
+    collectives = [event for event in cuda if event.name.startswith("nccl")]
+    others = [event for event in cuda if not event.name.startswith("nccl")]
+    gathers = [e.time_range for e in collectives if "AllGather" in e.name]
     assert gathers, "no all-gather kernel in the profile"
-    hidden = sum(max(0.0, min(end, e) - max(start, s)) for start, end in gathers for s, e in spans)
-    return hidden / sum(end - start for start, end in gathers)
+    hidden = sum(
+        max(0.0, min(span.end, e.time_range.end) - max(span.start, e.time_range.start))
+        for span in gathers
+        for e in others
+    )
+    share = hidden / sum(span.end - span.start for span in gathers)
+    return {e.device_resource_id for e in collectives}, {e.device_resource_id for e in others}, share
 
 
 @pytest.mark.parametrize(("bucket_mode", "unify"), [("coalesced", True), ("packed", True), ("coalesced", False)])
@@ -164,7 +172,13 @@ def test_regions_are_in_the_profile_and_cost_no_kernel(two_nccl_ranks: RankPool)
     two_nccl_ranks.run("tests.gpu.test_two_nccl_ranks:regions_are_in_the_profile_and_cost_no_kernel")
 
 
-def test_collectives_overlap_compute(two_nccl_ranks: RankPool) -> None:
-    shares = two_nccl_ranks.run("tests.gpu.test_two_nccl_ranks:collectives_overlap_compute")
-    print("share of all-gather time hidden behind compute, per rank:", shares)
-    assert min(shares) > 0
+@pytest.mark.parametrize("eager", [False, True])
+def test_collectives_run_on_one_stream_beside_the_compute(two_nccl_ranks: RankPool, eager: bool) -> None:
+    for collectives, others, share in two_nccl_ranks.run(
+        "tests.gpu.test_two_nccl_ranks:streams_of_kernels", eager=eager
+    ):
+        print(f"share of all-gather time hidden behind compute: {share:.2f}")
+        assert len(collectives) == 1
+        # The fallback casts its shards on the communication stream of the context, ahead of NCCL's own.
+        assert len(others) == (2 if eager else 1)
+        assert not collectives & others
