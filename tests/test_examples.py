@@ -118,9 +118,11 @@ def test_show_schedule_prints_both_schedules_and_the_hidden_share() -> None:
         "wait all_gather layers.0",
         "start all_gather layers.2",
         "wait all_gather layers.1",
+        "start all_gather root",  # norm and head; the first was the embedding
         "wait all_gather layers.2",
+        "wait all_gather root",
     ]
-    units = ["layers.2", "layers.1", "layers.0", "root"]
+    units = ["root", "layers.2", "layers.1", "layers.0", "root"]  # first norm and head, last the embedding
     starts = [line.split()[2] for line in backward.splitlines() if "start reduce_scatter" in line]
     waits = [line.split()[2] for line in backward.splitlines() if "wait  reduce_scatter" in line]
     assert (starts, waits) == (units, units)

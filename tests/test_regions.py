@@ -80,7 +80,7 @@ def test_a_label_keeps_nothing_alive_and_no_number_comes_again() -> None:
 def test_a_copy_of_a_unit_has_a_label_of_its_own(one_rank: None) -> None:
     unit = unit_of(fully_shard(nn.Linear(2, 2)))
     assert unit is not None
-    other = copy.copy(unit)
+    other = copy.deepcopy(unit)
     assert label_owner(unit.label) is unit
     assert label_owner(other.label) is other
 

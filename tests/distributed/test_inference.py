@@ -84,9 +84,10 @@ def evaluation_first() -> None:
             torch.testing.assert_close(found, reference(*my_share(batches[0])), rtol=0, atol=1e-5)
             model.train()
         assert collectives(records[0], "forward") == [
-            "all_gather root float32 4",
+            "all_gather root float32 1",  # the embedding
             "all_gather layers.0 float32 11",
             "all_gather layers.1 float32 11",
+            "all_gather root float32 3",  # norm and head
         ]
         assert collectives(records[0], "backward") == []
         found = train(model, batches, sharded=True, call=call)
