@@ -147,36 +147,6 @@ def gathered_reads(graph: fx.Graph) -> dict[fx.Node, tuple[Bucket, ...]]:
     return reads
 
 
-def gradient_makers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Compute node that makes a gradient -> the unit of its parameter. Views and packing in between are looked through:
-    autograd makes the product for a weight's gradient before the one that reads the weight."""
-    makers: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        bucket = bucket_of(node)
-        if bucket is None or bucket.kind != REDUCE_SCATTER or role_of(node) not in (PREPARE, START):
-            continue
-        for source in node.all_input_nodes:
-            while isinstance(source.target, torch._ops.OpOverload) and source.target.is_view:
-                makers[source] = bucket.unit
-                source = source.all_input_nodes[0]
-            if source.op == "call_function" and bucket_of(source) is None:
-                makers[source] = bucket.unit
-    return makers
-
-
-def heavy_before_first_read(graph: fx.Graph) -> fx.Node | None:
-    """The first heavy step before any gathered parameter is read, but for steps that make a gradient of the unit that
-    is read first: a head's backward in front of the layers. None when there is none."""
-    reads, makers = gathered_reads(graph), gradient_makers(graph)
-    first_unit = next((b.unit for bs in reads.values() for b in bs if b.kind == ALL_GATHER), None)
-    for node in graph.nodes:
-        if any(bucket.kind == ALL_GATHER for bucket in reads.get(node, ())):
-            return None
-        if bucket_of(node) is None and is_heavy(node) and makers.get(node) != first_unit:
-            return node
-    return None
-
-
 def events_from_graph(graph: fx.Graph) -> list[ScheduleEvent]:
     """The schedule of an FX graph, in the order of its nodes."""
     reads = gathered_reads(graph)

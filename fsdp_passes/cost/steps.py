@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch import fx
 
 from fsdp_passes.cost.op_cost import OpCost, costs_of_graph
+from fsdp_passes.ownership import unit_of_compute
 from fsdp_passes.schedule import (
     ALL_GATHER,
     FINISH,
@@ -52,7 +52,7 @@ _ON_SHARDS = ((ALL_GATHER, PREPARE), (REDUCE_SCATTER, FINISH))
 
 def steps_of_graph(graph: fx.Graph) -> list[Step]:
     """The steps of a graph in node order; nodes for which no kernel runs are left out, a bucket is awaited once."""
-    costs, reads, units = costs_of_graph(graph), gathered_reads(graph), unit_of_nodes(graph)
+    costs, reads, units = costs_of_graph(graph), gathered_reads(graph), unit_of_compute(graph)
     steps = []
     awaited: set[Bucket] = set()
     for node in graph.nodes:
@@ -73,40 +73,3 @@ def steps_of_graph(graph: fx.Graph) -> list[Step]:
                     Step("compute", node.name, unit, costs.get(node), None, gathers, bucket is not None, per_rank)
                 )
     return steps
-
-
-def unit_of_nodes(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Compute node -> the unit whose gathered parameters it reads or whose gradient it makes; otherwise the unit of
-    the node before it. What comes before the first unit belongs to that one."""
-    reads, makes = gathered_reads(graph), _gradient_makers(graph)
-    owners: dict[fx.Node, int] = {}
-    unowned: list[fx.Node] = []
-    current: int | None = None
-    for node in graph.nodes:
-        if node.op != "call_function" or bucket_of(node) is not None:
-            continue
-        gathers = [bucket.unit for bucket in reads.get(node, ()) if bucket.kind == ALL_GATHER]
-        current = gathers[-1] if gathers else makes.get(node, current)
-        if current is None:
-            unowned.append(node)
-            continue
-        owners.update(dict.fromkeys(unowned, current))
-        unowned = []
-        owners[node] = current
-    return owners
-
-
-def _gradient_makers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The node that makes a gradient, and views between it and the reduction -> the parameter's unit."""
-    makers: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        bucket = bucket_of(node)
-        if bucket is None or bucket.kind != REDUCE_SCATTER or role_of(node) not in (PREPARE, START):
-            continue
-        for source in node.all_input_nodes:
-            while isinstance(source.target, torch._ops.OpOverload) and source.target.is_view:
-                makers[source] = bucket.unit
-                source = source.all_input_nodes[0]
-            if source.op == "call_function" and bucket_of(source) is None:
-                makers[source] = bucket.unit
-    return makers

@@ -5,14 +5,12 @@ from __future__ import annotations
 from torch import fx
 
 from fsdp_passes.ops import REGION_BEGIN, REGION_END
+from fsdp_passes.ownership import unit_of_compute
 from fsdp_passes.regions import ALL_GATHER_REGION, BACKWARD_COMPUTE, FORWARD_COMPUTE, REDUCE_SCATTER_REGION
 from fsdp_passes.schedule import (
     ALL_GATHER,
     START,
     bucket_of,
-    gathered_reads,
-    gradient_makers,
-    is_marker,
     role_of,
 )
 
@@ -31,7 +29,7 @@ def annotate_regions(graph: fx.Graph, *, labels: dict[int, fx.Node], is_backward
     """
     if any(node.target is REGION_BEGIN for node in graph.nodes):
         return 0
-    owners = _owners(graph)
+    owners = unit_of_compute(graph)
     phase = BACKWARD_COMPUTE if is_backward else FORWARD_COMPUTE
     compute = [node for node in graph.nodes if node in owners]
     segments: list[tuple[int, fx.Node, fx.Node]] = []
@@ -60,29 +58,3 @@ def _enclose(graph: fx.Graph, label: fx.Node, phase: str, first: fx.Node, last: 
     with graph.inserting_after(last):
         end = graph.call_function(REGION_END, (label,))
     begin.meta["val"] = end.meta["val"] = None
-
-
-def _owners(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Compute node -> unit index, for every compute node if the graph knows any unit."""
-    reads = gathered_reads(graph)
-    feeds = gradient_makers(graph)
-    owners: dict[fx.Node, int] = {}
-    unowned: list[fx.Node] = []
-    current: int | None = None
-    for node in graph.nodes:
-        if node.op != "call_function" or bucket_of(node) is not None or is_marker(node):
-            continue
-        read_units = [bucket.unit for bucket in reads.get(node, ()) if bucket.kind == ALL_GATHER]
-        if read_units:
-            current = read_units[-1]
-        elif node in feeds:
-            current = feeds[node]
-        if current is None:
-            unowned.append(node)
-            continue
-        # What comes before the first known unit (the loss's backward) belongs to that unit.
-        for earlier in unowned:
-            owners[earlier] = current
-        unowned = []
-        owners[node] = current
-    return owners

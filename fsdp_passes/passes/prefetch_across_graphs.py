@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from fsdp_passes.gather_ops import ALL_GATHER_AHEAD_OP, ALL_GATHER_OP, START_NEXT_GRAPH
-from fsdp_passes.schedule import ALL_GATHER, WAIT, bucket_of, heavy_before_first_read, role_of
+from fsdp_passes.ownership import heavy_before_first_read
+from fsdp_passes.schedule import ALL_GATHER, WAIT, bucket_of, role_of
 
 
 def prefetch_across_graphs(graph: fx.Graph, *, is_backward: bool) -> bool:

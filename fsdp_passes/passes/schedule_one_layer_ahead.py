@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from fsdp_passes.ownership import gradient_makers, heavy_before_first_read
 from fsdp_passes.schedule import (
     ALL_GATHER,
     PREPARE,
@@ -12,8 +13,6 @@ from fsdp_passes.schedule import (
     Bucket,
     bucket_of,
     gathered_reads,
-    gradient_makers,
-    heavy_before_first_read,
     is_heavy,
     role_of,
 )
