@@ -1,13 +1,14 @@
-"""What a compiled graph would return, as zeros: for a warm-up, in which graphs are compiled and not run."""
+"""Compiling without running, for a warm-up and for `explain`: what a graph would return, as zeros, and modules that are
+afterwards as before."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 _num_active = 0  # nested warm-ups; a plain number, since every call of a graph looks at it
 
@@ -26,6 +27,22 @@ def stand_ins() -> Iterator[None]:
 def are_active() -> bool:
     """Whether a warm-up is going on."""
     return _num_active > 0
+
+
+@contextlib.contextmanager
+def attributes_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Undo what a forward does to its modules' attributes, and leave the random state as it is."""
+    before = [(module, dict(module.__dict__), dict(module._buffers)) for module in modules]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            for module, attributes, buffers in before:
+                module.__dict__.clear()
+                module.__dict__.update(attributes)
+                module._buffers.clear()
+                module._buffers.update(buffers)
 
 
 class StandIn:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_passes._torch_compat import backwards_at_once
-from fsdp_passes.stand_in import stand_ins
+from fsdp_passes.stand_in import attributes_restored, stand_ins
 
 
 def warmup(model: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -32,26 +32,18 @@ def warmup(model: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     Raises:
         What compiling raises, as the first step would.
     """
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    with backwards_at_once(), stand_ins(), _unchanged(list(modules)):
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    with backwards_at_once(), stand_ins(), _buffers_restored(modules), attributes_restored(modules):
         model(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def _unchanged(modules: list[nn.Module]) -> Iterator[None]:
-    """Undo what a forward does to its modules, and leave the random state as it is."""
-    attributes = [(module, dict(module.__dict__), dict(module._buffers)) for module in modules]
+def _buffers_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Undo writes into buffers by code between graphs."""
     values = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers(recurse=False)]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            for module, own, buffers in attributes:
-                module.__dict__.clear()
-                module.__dict__.update(own)
-                module._buffers.clear()
-                module._buffers.update(buffers)
-            with torch.no_grad():
-                for buffer, value in values:
-                    buffer.copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import fsdp_parameter_of
 from fsdp_passes.passes.find_parameter_uses import find_parameter_uses
 from fsdp_passes.pipeline import CompilationRecord, record_compilations
+from fsdp_passes.stand_in import StandIn, attributes_restored
 from fsdp_passes.unit import FsdpUnit, unit_of
 
 
@@ -112,11 +112,12 @@ def capture(call: Call, options: OverlapOptions) -> list[CompilationRecord]:
     is_alone = dist.get_backend() == "fake" or dist.get_world_size() == 1
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        stand_in = StandIn(gm)
         _compile(gm, example_inputs, options)
-        return functools.partial(_stand_in, gm.graph.output_node().args[0])
+        return lambda *args: stand_in(args)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_model_untouched(call.model))
+        stack.enter_context(attributes_restored(call.model.modules()))
         stack.enter_context(backwards_at_once())
         if call.sizes:
             stack.enter_context(symbols_apart())
@@ -147,38 +148,6 @@ def _fresh_function(model: nn.Module) -> Callable[..., Any]:
 
     code = call.__code__.replace(co_name="explained_call")
     return types.FunctionType(code, call.__globals__, "explained_call", None, call.__closure__)
-
-
-@contextlib.contextmanager
-def _model_untouched(model: nn.Module) -> Iterator[None]:
-    """Undo what a traced forward does to its modules' attributes, and leave the random state as it is."""
-    modules = [(module, dict(module.__dict__), dict(module._buffers)) for module in model.modules()]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            for module, attributes, buffers in modules:
-                module.__dict__.clear()
-                module.__dict__.update(attributes)
-                module._buffers.clear()
-                module._buffers.update(buffers)
-
-
-def _stand_in(outputs: Any, *_: Any) -> Any:
-    """What the graph would return, as zeros."""
-    return tuple(_zeros_like(node.meta["example_value"]) if isinstance(node, fx.Node) else node for node in outputs)
-
-
-def _zeros_like(value: Any) -> Any:
-    if isinstance(value, torch.SymInt):
-        return value.node.hint
-    if not isinstance(value, torch.Tensor):
-        return value
-    shape = [size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape]
-    zeros = torch.zeros(shape, dtype=value.dtype, device=value.device)
-    # Not a leaf, which code behind a graph break could not change in place.
-    return zeros.requires_grad_().clone() if value.requires_grad else zeros
 
 
 # ---- the meta device -------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
+from fsdp_passes.schedule import is_heavy
+
 # A collective of fewer bytes is mostly latency: two of them would take longer than the one they were.
 MIN_SPLIT_BYTES = 32 * 2**20
 
@@ -22,6 +24,44 @@ class Part:
 
     run: int = 0
     half: int = 0
+
+
+def split_units(
+    graph: fx.Graph,
+    nodes: Sequence[fx.Node],
+    num_bytes: Callable[[fx.Node], int],
+    *,
+    exposed_end: str,
+    is_one_run: Callable[[fx.Node], bool] = lambda node: False,
+) -> dict[fx.Node, Part]:
+    """The part of each `unshard` or `reduce_grad` node; `nodes` in graph order.
+
+    A run is split in halves where nothing can hide its communication: with `exposed_end` "first" when it is read before
+    anything heavy has run (the unit's compute begins with the first half and hides the second), with "last" when it is
+    made when nothing heavy is left (the first half travels while the gradients of the second are computed).
+
+    `is_one_run`: nodes of units that stay one run wherever their nodes lie.
+    """
+    parts = split_runs(nodes, unit_of=_unit_of)
+    parts.update({node: Part() for node in nodes if is_one_run(node)})
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    heavy = [position[node] for node in graph.nodes if is_heavy(node)]
+    runs: dict[tuple[int, Part], list[fx.Node]] = {}
+    for node in nodes:
+        runs.setdefault((_unit_of(node), parts[node]), []).append(node)
+    for (_, part), members in runs.items():
+        if exposed_end == "first":
+            is_exposed = not heavy or position[members[0]] < heavy[0]
+        else:
+            is_exposed = not heavy or position[members[-1]] > heavy[-1]
+        if is_exposed:
+            halves = split_in_halves(members, num_bytes, small_end=exposed_end)
+            parts.update({node: Part(part.run, half) for node, half in halves.items()})
+    return parts
+
+
+def _unit_of(node: fx.Node) -> int:
+    return int(node.args[2])  # type: ignore[arg-type]
 
 
 def split_runs(nodes: Sequence[fx.Node], unit_of: Callable[[fx.Node], int]) -> dict[fx.Node, Part]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -11,16 +10,15 @@ from torch import fx
 from fsdp_passes.gather_ops import ALL_GATHER_OP
 from fsdp_passes.ops import UNSHARD, c10d
 from fsdp_passes.passes._graph import BucketBuilder, aten
-from fsdp_passes.passes._parts import Part, split_in_halves, split_runs
-from fsdp_passes.schedule import ALL_GATHER, FINISH, START, WAIT, Bucket, ShardedShape, is_heavy
+from fsdp_passes.passes._parts import Part, split_units
+from fsdp_passes.schedule import ALL_GATHER, FINISH, START, WAIT, Bucket, ShardedShape
 
 
 def bucket_all_gathers(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
     """Replace the `unshard` nodes of a unit by one all-gather per dtype.
 
     A unit that keeps its parameters (the root) and is used in two places with another unit in between has one for each
-    place. What is read first in the
-    graph, so that nothing can hide it, is gathered in two halves.
+    place. What is read first in the graph, so that nothing can hide it, is gathered in two halves.
 
     Before:  w0 = unshard(s0) ; mm(x, w0) ; w1 = unshard(s1) ; mm(y, w1)
     After:   ag = all_gather([s0, s1], dtype) ; w0 = wait(ag[0]) ; w1 = wait(ag[1]) ; mm(x, w0) ; mm(y, w1)
@@ -33,7 +31,11 @@ def bucket_all_gathers(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
     Does nothing without `unshard` nodes.   Ensures: one start per bucket, each result behind its own wait.
     """
     unshards = graph.find_nodes(op="call_function", target=UNSHARD, sort=True)
-    parts = _parts(graph, unshards)
+    # A unit that reshards is gathered once. Its reads may lie apart in a backward, where recomputation puts another
+    # unit's forward between them.
+    parts = split_units(
+        graph, unshards, _gathered_bytes, exposed_end="first", is_one_run=lambda node: bool(node.args[9])
+    )
     groups: dict[tuple[int, Part, torch.dtype, str], list[fx.Node]] = {}
     for node in unshards:
         _, _, unit, _, _, group_name, _, param_dtype, *_ = node.args
@@ -65,25 +67,6 @@ def _gathered_bytes(node: fx.Node) -> int:
 def _shape(node: fx.Node) -> ShardedShape:
     row = node.args[0].meta["val"].shape[1:]  # type: ignore[union-attr]
     return ShardedShape(int(node.args[3]), row.numel() * node.args[7].itemsize)  # type: ignore[arg-type,union-attr]
-
-
-def _parts(graph: fx.Graph, unshards: Sequence[fx.Node]) -> dict[fx.Node, Part]:
-    """The runs of each unit; and in halves what is read before anything heavy has run, so that nothing hides it: the
-    unit's compute begins with the first half and hides the second."""
-    parts = split_runs(unshards, unit_of=lambda node: int(node.args[2]))  # type: ignore[arg-type]
-    # A unit that reshards is gathered once. Its reads may lie apart in a backward, where recomputation puts another
-    # unit's forward between them.
-    parts.update({node: Part() for node in unshards if node.args[9]})
-    position = {node: index for index, node in enumerate(graph.nodes)}
-    first_heavy = min((position[node] for node in graph.nodes if is_heavy(node)), default=len(position))
-    runs: dict[tuple[object, Part], list[fx.Node]] = {}
-    for node in unshards:
-        runs.setdefault((node.args[2], parts[node]), []).append(node)
-    for (_, part), nodes in runs.items():
-        if position[nodes[0]] < first_heavy:
-            halves = split_in_halves(nodes, _gathered_bytes, small_end="first")
-            parts.update({node: Part(part.run, half) for node, half in halves.items()})
-    return parts
 
 
 def _start(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dtype, group_name: str, packed: bool) -> fx.Node:

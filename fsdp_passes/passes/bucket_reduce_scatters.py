@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from fsdp_passes.ops import REDUCE_GRAD, GradientDivision, c10d, gradient_division, group_averages
 from fsdp_passes.passes._graph import BucketBuilder, aten
-from fsdp_passes.passes._parts import Part, split_in_halves, split_runs
-from fsdp_passes.schedule import FINISH, PREPARE, REDUCE_SCATTER, START, WAIT, Bucket, ShardedShape, is_heavy
+from fsdp_passes.passes._parts import Part, split_units
+from fsdp_passes.schedule import FINISH, PREPARE, REDUCE_SCATTER, START, WAIT, Bucket, ShardedShape
 
 
 def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
@@ -29,7 +28,7 @@ def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]
     Does nothing without `reduce_grad` nodes.
     """
     reductions = graph.find_nodes(op="call_function", target=REDUCE_GRAD, sort=True)
-    parts = _parts(graph, reductions)
+    parts = split_units(graph, reductions, _wire_bytes, exposed_end="last")
     groups: dict[tuple[int, Part, torch.dtype, str], list[fx.Node]] = {}
     for node in reductions:
         _, _, unit, _, group_name, reduce_dtype, *_ = node.args
@@ -63,22 +62,6 @@ def _wire_bytes(node: fx.Node) -> int:
 def _shape(node: fx.Node) -> ShardedShape:
     shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
     return ShardedShape(int(shape[0]), shape[1:].numel() * node.args[5].itemsize)  # type: ignore[union-attr]
-
-
-def _parts(graph: fx.Graph, reductions: Sequence[fx.Node]) -> dict[fx.Node, Part]:
-    """The runs of each unit; and in halves what is made when nothing heavy is left to run: the first half travels
-    while the gradients of the second are computed."""
-    parts = split_runs(reductions, unit_of=lambda node: int(node.args[2]))  # type: ignore[arg-type]
-    position = {node: index for index, node in enumerate(graph.nodes)}
-    last_heavy = max((position[node] for node in graph.nodes if is_heavy(node)), default=-1)
-    runs: dict[tuple[object, Part], list[fx.Node]] = {}
-    for node in reductions:
-        runs.setdefault((node.args[2], parts[node]), []).append(node)
-    for (_, part), nodes in runs.items():
-        if position[nodes[-1]] > last_heavy:
-            halves = split_in_halves(nodes, _wire_bytes, small_end="last")
-            parts.update({node: Part(part.run, half) for node, half in halves.items()})
-    return parts
 
 
 def _reduce_coalesced(
