@@ -95,6 +95,7 @@ class CompiledCall:
         self.constants = [param.graph_constants for param in params]
         self.requires_grad = [param.placeholder.requires_grad for param in params]
         # The others' gradients, if any, stay whole on their placeholders.
+        self._whole = [index for index, param in enumerate(params) if param.keeps_whole_grad]
         self._is_reduced = [param.placeholder.requires_grad and not param.keeps_whole_grad for param in params]
         self._reduced = [index for index, is_reduced in enumerate(self._is_reduced) if is_reduced]
         self.stand_in = stand_in
@@ -111,7 +112,7 @@ class CompiledCall:
         self._hand_out(inputs, params, sharded)
         for index in self.label_from:
             inputs.append(params[index].unit.label)
-        inputs += whole_inputs(params)
+        inputs += whole_inputs([params[index] for index in self._whole])
         if self._has_two_groups:
             for mesh in dict.fromkeys(params[index].mesh for index in self.label_from):
                 ensure_reduce_group(mesh)

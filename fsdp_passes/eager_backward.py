@@ -43,12 +43,11 @@ def pre_backward(unit: FsdpUnit) -> None:
 
 
 def whole_inputs(params: Sequence[FsdpParameter]) -> list[nn.Parameter]:
-    """What a compiled graph that leaves gradients whole takes behind its labels: the placeholders, which are watched,
-    so that a gradient that arrives there is added up or reduced as in the fallback."""
-    whole = [param for param in params if param.keeps_whole_grad]
-    for param in whole:
+    """What a compiled graph that leaves the gradients of `params` whole takes behind its labels: their placeholders,
+    which are watched, so that a gradient that arrives there is added up or reduced as in the fallback."""
+    for param in params:
         watch_gradient(param)
-    return [param.placeholder for param in whole]
+    return [param.placeholder for param in params]
 
 
 def _queue_end_of_backward(context: FsdpContext) -> None:

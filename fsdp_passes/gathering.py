@@ -118,7 +118,7 @@ def start_ahead(unit: FsdpUnit, chosen: list[FsdpUnit] | None, expected: list[Fs
 
 
 def release_on_demand(context: FsdpContext) -> None:
-    """Release what `gather_on_demand` gathered, when no backward will."""
+    """Release what eager code gathered by reading it, when no backward will."""
     if context.on_demand and not torch.is_grad_enabled():
         for unit in context.on_demand:
             release(unit)

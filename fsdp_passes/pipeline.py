@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import logging
 import pathlib
 import time
@@ -118,6 +119,7 @@ def start_record(unit_names: list[str], options: OverlapOptions) -> CompilationR
     return record
 
 
+@functools.cache  # every pass of every graph asks
 def _sources_hash() -> bytes:
     package = pathlib.Path(__file__).parent
     return get_hash_for_files(tuple(str(path) for path in sorted(package.rglob("*.py"))))

@@ -9,7 +9,7 @@ import torch
 from fsdp_passes._torch_compat import gradient_hooks, local_tensor, make_dtensor, reduce_scatter_coalesced
 from fsdp_passes.ops import GradientDivision, gradient_division, group_averages
 from fsdp_passes.parameter import FsdpParameter
-from fsdp_passes.regions import pop_region, push_region, region_name
+from fsdp_passes.regions import REDUCE_SCATTER_REGION, pop_region, push_region, region_name
 from fsdp_passes.unit import FsdpUnit
 
 
@@ -78,7 +78,7 @@ class _Reduction:
         with False to wait only."""
         context, device = self.unit.context, self.packed[0].device
         group = self.unit.mesh.get_group()
-        push_region(region_name(self.unit.display_name, "reduce_scatter"))
+        push_region(region_name(self.unit.display_name, REDUCE_SCATTER_REGION))
         with context.on_communication_stream(device):
             outputs = [
                 packed.new_empty((param.rows_per_rank, *packed.shape[1:]))

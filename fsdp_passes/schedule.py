@@ -12,9 +12,11 @@ from torch import fx
 from fsdp_passes._torch_compat import collective_name, scheduler_node_kind
 from fsdp_passes.gather_ops import START_NEXT_GRAPH
 from fsdp_passes.ops import REGION_BEGIN, REGION_END
+from fsdp_passes.regions import ALL_GATHER_REGION, REDUCE_SCATTER_REGION
 
-ALL_GATHER = "all_gather"
-REDUCE_SCATTER = "reduce_scatter"
+# The region around a collective has the name of its kind.
+ALL_GATHER = ALL_GATHER_REGION
+REDUCE_SCATTER = REDUCE_SCATTER_REGION
 
 BUCKET_META = "fsdp_bucket"
 ROLE_META = "fsdp_role"

@@ -6,13 +6,8 @@ from torch import fx
 
 from fsdp_passes.ops import REGION_BEGIN, REGION_END
 from fsdp_passes.ownership import unit_of_compute
-from fsdp_passes.regions import ALL_GATHER_REGION, BACKWARD_COMPUTE, FORWARD_COMPUTE, REDUCE_SCATTER_REGION
-from fsdp_passes.schedule import (
-    ALL_GATHER,
-    START,
-    bucket_of,
-    role_of,
-)
+from fsdp_passes.regions import BACKWARD_COMPUTE, FORWARD_COMPUTE
+from fsdp_passes.schedule import START, bucket_of, role_of
 
 
 def annotate_regions(graph: fx.Graph, *, labels: dict[int, fx.Node], is_backward: bool) -> int:
@@ -46,8 +41,7 @@ def annotate_regions(graph: fx.Graph, *, labels: dict[int, fx.Node], is_backward
     for node in [node for node in graph.nodes if role_of(node) == START]:
         bucket = bucket_of(node)
         if bucket is not None and bucket.unit in labels:
-            name = ALL_GATHER_REGION if bucket.kind == ALL_GATHER else REDUCE_SCATTER_REGION
-            _enclose(graph, labels[bucket.unit], name, node, node)
+            _enclose(graph, labels[bucket.unit], bucket.kind, node, node)
             num_regions += 1
     return num_regions
 
