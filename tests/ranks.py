@@ -7,6 +7,7 @@ and the test fails, so that a hang costs one time limit and not the whole run.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Any) -> No
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank)
     )
+    faulthandler.enable()  # a rank that dies says where
     import torch
     import torch.distributed as dist
 
@@ -102,7 +104,9 @@ class RankPool:
                 try:
                     status, value = pipe.recv()
                 except EOFError:
-                    status, value = "error", "the process ended without an answer"
+                    self._processes[rank].join(5)
+                    code = self._processes[rank].exitcode
+                    status, value = "error", f"the process ended without an answer, exit code {code}"
                 if status == "error":
                     self.close()
                     raise AssertionError(f"rank {rank} failed in {what}:\n{value}")
