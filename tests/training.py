@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.profiles import cpu_profile
+
 Batch = tuple[Tensor, ...]
 
 
@@ -102,7 +104,7 @@ def build(make: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, nn.M
 def recorded_collectives() -> Iterator[list[str]]:
     """The collectives that start inside, in order, as the profiler saw them: generated code and eager code alike."""
     names: list[str] = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with cpu_profile() as profiler:
         yield names
     events = sorted(profiler.events(), key=lambda event: event.time_range.start)
     names += [

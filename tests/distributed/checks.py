@@ -13,6 +13,7 @@ from torch import nn
 from fsdp_passes import fully_shard, overlap_fsdp
 from fsdp_passes.errors import ScheduleWarning
 from fsdp_passes.pipeline import CompilationRecord, record_compilations
+from tests.profiles import cpu_profile
 from tests.training import Batch, Result, assert_same, build, my_share, recorded_collectives, train
 
 # The two ways of running a sharded model; Inductor only where its kernels are the point, since it takes seconds.
@@ -49,7 +50,7 @@ def call_of(module: Callable[..., Any], way: str) -> Callable[..., Any]:
 def recorded_regions() -> Iterator[list[str]]:
     """The `FSDP:` regions that open inside, in order."""
     names: list[str] = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with cpu_profile() as profiler:
         yield names
     events = sorted(profiler.events(), key=lambda event: event.time_range.start)
     names += [event.name for event in events if event.name.startswith("FSDP:")]

@@ -15,6 +15,7 @@ from fsdp_passes.errors import DeviceError, NotAUnitError, PhaseError, StalePara
 from fsdp_passes.pipeline import record_compilations
 from fsdp_passes.unit import unit_of
 from tests.models import Block, Transformer, token_batches
+from tests.profiles import cpu_profile
 from tests.ranks import RankPool
 from tests.training import assert_same, build, train, whole
 
@@ -126,7 +127,7 @@ def the_next_unit_is_gathered_first() -> list[str]:
         assert unit is not None
         layer.up.register_forward_pre_hook(lambda *_, name=unit.name: mark(f"compute {name}"))
         layer.up.register_full_backward_hook(lambda *_, name=unit.name: mark(f"backward {name}"))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with cpu_profile() as profiler:
         model(*batch).backward()
     names = [e.name for e in sorted(profiler.events(), key=lambda event: event.time_range.start)]
     return [name for name in names if name.startswith(("FSDP:", "compute", "backward"))]

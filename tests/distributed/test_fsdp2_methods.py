@@ -18,6 +18,7 @@ from fsdp_passes.pipeline import record_compilations
 from fsdp_passes.unsupported import UnsupportedMethods
 from tests.distributed.checks import WAYS, call_of, collectives, kinds, recorded_regions
 from tests.models import Transformer, token_batches
+from tests.profiles import cpu_profile
 from tests.ranks import RankPool
 from tests.training import build, my_share, whole
 
@@ -47,7 +48,7 @@ def assert_same_grads(model: nn.Module, twin: nn.Module, what: str, atol: float 
 
 def num_reductions(step: Callable[[], None]) -> int:
     """Reduce-scatters of compiled code and of eager code while `step` runs."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with cpu_profile() as profiler:
         step()
     names = [event.name for event in profiler.events()]
     compiled = [name for name in names if name.startswith("_c10d_functional::reduce_scatter")]
