@@ -72,6 +72,7 @@ __all__ = [
     "reduce_scatter_coalesced",
     "refresh_ancestors",
     "register_group_alias",
+    "register_work",
     "replace_local_tensor",
     "scheduled_fx_nodes",
     "scheduled_graph_module",
@@ -149,6 +150,12 @@ def default_store() -> dist.Store:
 def register_group_alias(name: str, group: dist.ProcessGroup) -> None:
     """Let functional collectives find `group` under `name` too."""
     torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
+
+
+def register_work(tensor: torch.Tensor, work: Any) -> None:
+    """Let functional collectives' `wait_tensor` of `tensor` wait for what `all_gather_coalesced` returned."""
+    for part in work.works:
+        torch._C._distributed_c10d._register_work(tensor, part)  # type: ignore[attr-defined]
 
 
 def init_fake_process_group(world_size: int) -> None:

@@ -8,12 +8,12 @@ same for the first unit of a graph: the graph before it, or an eager unit, may h
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fsdp_passes._torch_compat import foreach_copy, is_in_backward
+from fsdp_passes._torch_compat import all_gather_coalesced, foreach_copy, group_of, is_in_backward, register_work
 from fsdp_passes.lookahead import Entry
 from fsdp_passes.ops import c10d, library
 from fsdp_passes.parameter import FsdpParameter
@@ -34,24 +34,43 @@ class GatherRequest(NamedTuple):
     packed: bool
 
 
+class StartedGather(NamedTuple):
+    """A collective on its way that no graph has taken yet.
+
+    Its work is ours, not PyTorch's registry's of results to wait for: a process may end, or a forward stay without its
+    backward, and nobody needs these.
+    """
+
+    versions: list[Any]
+    gathered: list[Tensor]
+    work: Any
+
+
 def _start(shards: list[Tensor], world_size: int, group_name: str, dtype: torch.dtype, packed: bool) -> list[Tensor]:
     """Start the collective. The results are undefined until `wait_tensor` was called on each.
 
     The casts belong to this operator and not to the graph: all of them are one kernel, and a compiler that owned the
     cast shards could give their memory away while the collective still reads it.
     """
+    inputs = _to_send(shards, dtype, packed)
+    if packed:
+        return [c10d.all_gather_into_tensor(inputs[0], world_size, group_name)]
+    gathered: list[Tensor] = c10d.all_gather_into_tensor_coalesced(inputs, world_size, group_name)
+    return gathered
+
+
+def _to_send(shards: list[Tensor], dtype: torch.dtype, packed: bool) -> list[Tensor]:
     if packed:
         sizes = [shard.numel() for shard in shards]
         flat = shards[0].new_empty(sum(sizes), dtype=dtype)
         parts = [part.view(shard.shape) for part, shard in zip(flat.split(sizes), shards, strict=True)]
         foreach_copy(parts, shards)
-        return [c10d.all_gather_into_tensor(flat, world_size, group_name)]
+        return [flat]
     if any(shard.dtype != dtype or not shard.is_contiguous() for shard in shards):
         cast = [torch.empty(shard.shape, dtype=dtype, device=shard.device) for shard in shards]
         foreach_copy(cast, shards)
-        shards = cast
-    gathered: list[Tensor] = c10d.all_gather_into_tensor_coalesced(shards, world_size, group_name)
-    return gathered
+        return cast
+    return shards
 
 
 def _all_gather(
@@ -83,10 +102,11 @@ def _all_gather_ahead(
     found = started.pop(request, None)
     drop_started(unit.context, keep=unit)
     if found is not None:
-        versions, gathered = found
-        if versions == [param.values_version for param in params]:
-            return gathered
-        _wait(gathered)  # an optimizer stepped in between
+        if found.versions == [param.values_version for param in params]:
+            for tensor in found.gathered:
+                register_work(tensor, found.work)  # from here on, the graph's `wait_tensor` waits for it
+            return found.gathered
+        found.work.wait()  # an optimizer stepped in between
     return _start(shards, world_size, group_name, dtype, packed)
 
 
@@ -137,8 +157,10 @@ def _start_ahead(unit: FsdpUnit, requests: list[GatherRequest]) -> None:
     for request in requests:
         shards = [param.shard() for param in request.params]
         versions = [param.values_version for param in request.params]
-        gathered = _start(shards, request.world_size, request.group_name, request.dtype, request.packed)
-        unit.context.lookahead.started[request] = (versions, gathered)
+        inputs = _to_send(shards, request.dtype, request.packed)
+        gathered = [one.new_empty((one.shape[0] * request.world_size, *one.shape[1:])) for one in inputs]
+        work = all_gather_coalesced(gathered, inputs, group_of(request.group_name))
+        unit.context.lookahead.started[request] = StartedGather(versions, gathered, work)
     pop_region()
 
 
@@ -146,13 +168,7 @@ def drop_started(context: FsdpContext, keep: FsdpUnit | None = None) -> None:
     """Wait for gathers that were started ahead and that nothing needs after all, and drop their results."""
     started = context.lookahead.started
     for request in [request for request in started if request.params[0].unit is not keep]:
-        _, gathered = started.pop(request)
-        _wait(gathered)
-
-
-def _wait(gathered: list[Tensor]) -> None:
-    for tensor in gathered:
-        c10d.wait_tensor(tensor)
+        started.pop(request).work.wait()
 
 
 def _start_next_graph(label: Tensor) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-import torch
-
 
 class Entry(NamedTuple):
     """A point at which gathered parameters are needed and no schedule of a graph has hidden their gather.
@@ -43,13 +41,12 @@ class LookAhead:
     Attributes:
         open_requests: the collectives of the first unit of the graph that has begun, until it has reached its
             `start_next_graph`; None outside.
-        started: gathers that were started ahead and not taken yet: request -> versions of the shards, results on their
-            way.
+        started: gathers that were started ahead and not taken yet: request -> `gather_ops.StartedGather`.
     """
 
     def __init__(self) -> None:
         self.open_requests: list[Any] | None = None
-        self.started: dict[Any, tuple[list[Any], list[torch.Tensor]]] = {}
+        self.started: dict[Any, Any] = {}
         self._start: dict[Entry, Callable[[], None]] = {}
         self._successor: dict[Entry, Entry] = {}
         self._passed: dict[Entry, None] = {}

@@ -10,7 +10,6 @@ import torch
 
 from fsdp_passes.context import FsdpContext
 from fsdp_passes.gathering import finish_gather
-from fsdp_passes.ops import c10d
 
 
 @contextlib.contextmanager
@@ -32,6 +31,5 @@ def wait_for_communication() -> None:
     for context in [found for found in gc.get_objects() if type(found) is FsdpContext]:
         for unit in context.units:
             finish_gather(unit)
-        for _, gathered in context.lookahead.started.values():
-            for tensor in gathered:
-                c10d.wait_tensor(tensor)
+        for started in context.lookahead.started.values():
+            started.work.wait()

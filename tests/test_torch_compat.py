@@ -120,6 +120,16 @@ def test_grouped_eager_collectives(mesh_of_one: dist.DeviceMesh) -> None:
             assert torch.equal(output, value)
 
 
+def test_a_wait_of_functional_collectives_waits_for_registered_work(mesh_of_one: dist.DeviceMesh) -> None:
+    (output,) = outputs = [torch.zeros(4)]
+    work = compat.all_gather_coalesced(outputs, [torch.arange(4.0)], mesh_of_one.get_group())
+    before = torch._C._distributed_c10d._get_work_registry_size()
+    compat.register_work(output, work)
+    assert torch._C._distributed_c10d._get_work_registry_size() == before + 1
+    assert torch.equal(torch.ops._c10d_functional.wait_tensor(output), torch.arange(4.0))
+    assert torch._C._distributed_c10d._get_work_registry_size() == before
+
+
 def test_the_backward_is_seen_and_its_end_calls_back() -> None:
     seen: list[str] = []
 
