@@ -288,6 +288,10 @@ class NothingShardedWarning(UserWarning):
     """A model without sharded parameters was compiled with `overlap_fsdp`."""
 
 
+class ForeignBackendWarning(UserWarning):
+    """A sharded model was compiled with a backend that does not gather its parameters."""
+
+
 class ScheduleWarning(UserWarning):
     """A schedule computes the right values but hides less communication, or holds more memory, than it should."""
 
