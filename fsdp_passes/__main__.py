@@ -90,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--traceback", action="store_true", help="the whole traceback of a mistake, for debugging")
     target = _Parser(add_help=False)
     target.add_argument("target", metavar="TARGET", help="module:factory")
-    target.add_argument("--hardware", default="h100", help="a100, h100 (default), h200, b200, h100-ethernet or a JSON file")
+    target.add_argument(
+        "--hardware", default="h100", help="a100, h100 (default), h200, b200, h100-ethernet or a JSON file"
+    )
     target.add_argument(
         "--option", "-o", action="append", default=[], metavar="NAME=VALUE", help="of the backend: prefetch=2"
     )
@@ -146,8 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserMistake as mistake:
         if args.traceback:
             traceback.print_exc()
-        end = "" if str(mistake).endswith("?") else "."
-        print(f"fsdp_passes: {mistake}{end}", file=sys.stderr)
+        full_stop = "" if str(mistake).endswith("?") else "."
+        print(f"fsdp_passes: {mistake}{full_stop}", file=sys.stderr)
         return commands.MISTAKE
     except KeyboardInterrupt:
         return commands.INTERRUPTED

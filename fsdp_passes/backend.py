@@ -28,8 +28,8 @@ from fsdp_passes.agreement import has_peers
 from fsdp_passes.compiled_call import Compiled, CompiledCall, parameter_at
 from fsdp_passes.debug import CheckedInterpreter, debug_flags
 from fsdp_passes.errors import NothingShardedWarning
-from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.foreign import gathers_parameters
+from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import fsdp_parameter_of
 from fsdp_passes.passes._uses import ParameterUse
