@@ -42,6 +42,11 @@ class Model(nn.Module):
         return self.heads["a"](x + self.shifts[0])
 
 
+def factory() -> tuple[nn.Module, tuple[Tensor]]:
+    """A target of the command line."""
+    return fully_shard(Model(), units=["layers.*"]), (torch.ones(2, 8),)
+
+
 def unit_names(model: nn.Module) -> list[str]:
     return [path for path, module in model.named_modules() if unit_of(module) is not None]
 
@@ -145,6 +150,11 @@ def test_the_passes_by_name_are_those_that_run() -> None:
     with process_group("fake", FakeStore(), 8):
         for graph in transformer_record().graphs:
             assert list(graph.passes) == ["insert_unshard", *PASS_NAMES]
+
+
+def test_a_hint_that_asks_ends_with_its_question_mark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "tests.test_first_steps:factori"]) == 2
+    assert capsys.readouterr().err.endswith("found none. Did you mean tests.test_first_steps:factory?\n")
 
 
 @pytest.mark.parametrize("has_marks", [True, False])
