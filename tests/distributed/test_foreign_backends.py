@@ -172,7 +172,7 @@ def test_which_backends_gather() -> None:
     assert not is_foreign(overlap_fsdp)
     assert not is_foreign(None)
     assert not is_foreign(functools.partial(overlap_fsdp, options={"prefetch": 2}))
-    assert not is_foreign(torch._TorchCompileWrapper("overlap_fsdp", None, None, None))
+    assert not is_foreign(torch._TorchCompileWrapper(overlap_fsdp, None, {"prefetch": 2}, None))
     assert not is_foreign(gathers_parameters(lambda gm, inputs: gm))
     assert is_foreign(torch._TorchCompileInductorWrapper(None, None, None))
     assert is_foreign(lambda gm, inputs: overlap_fsdp(gm, inputs))
