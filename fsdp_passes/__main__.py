@@ -10,12 +10,20 @@ from collections.abc import Sequence
 
 from fsdp_passes.inspect import commands
 from fsdp_passes.inspect.targets import UserMistake
+from fsdp_passes.pipeline import PASS_NAMES
 
-EPILOG = """\
+TARGET = """\
 TARGET is module:factory, a function without arguments that gives (model, args) or (model, args, kwargs), the model
 sharded by fully_shard(). It is called in a fake process group of the wanted number of ranks: nothing is communicated,
 no step runs, and a model on the meta device needs no memory.
 
+"""
+TRACES = """\
+Traces are those of torch.profiler's export_chrome_trace(), one file for each rank. prof.step() behind each training
+step marks the steps; a trace without marks counts as one step.
+
+"""
+EXAMPLES = """\
 examples:
   python -m fsdp_passes explain examples.models:llama3_8b --world-size 64 --html /tmp/llama.html
   python -m fsdp_passes explain examples.models:gpt_small --cost --json /tmp/gpt.json
@@ -24,6 +32,8 @@ examples:
   python -m fsdp_passes scale examples.models:llama3_8b --world-size 8..16384 --html /tmp/scale.html
   python -m fsdp_passes trace rank0.json.gz rank1.json.gz
 
+"""
+EXIT_CODES = """\
 exit codes: 0 done; 1 verify found a broken invariant; 2 a mistake in the call, said in one line; 130 interrupted.
 Results go to stdout, progress and mistakes to stderr.
 """
@@ -64,11 +74,15 @@ class _Parser(argparse.ArgumentParser):
         self.exit(commands.MISTAKE, f"{self.prog}: {message}. See {self.prog} --help\n")
 
 
+def _examples(command: str) -> str:
+    return "\n".join(line for line in EXAMPLES.splitlines() if f"fsdp_passes {command} " in line)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m fsdp_passes",
         description="See what the FSDP passes make of a model.",
-        epilog=EPILOG,
+        epilog=TARGET + EXAMPLES + EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     shared = _Parser(add_help=False)
@@ -76,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--traceback", action="store_true", help="the whole traceback of a mistake, for debugging")
     target = _Parser(add_help=False)
     target.add_argument("target", metavar="TARGET", help="module:factory")
-    target.add_argument("--hardware", default="h100", help="a100, h100, h200, b200, h100-ethernet or a JSON file")
+    target.add_argument(
+        "--hardware", default="h100", help="a100, h100 (default), h200, b200, h100-ethernet or a JSON file"
+    )
     target.add_argument(
         "--option", "-o", action="append", default=[], metavar="NAME=VALUE", help="of the backend: prefetch=2"
     )
@@ -92,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
             parents=[*parents, shared],
             help=text,
             description=text,
-            epilog=EPILOG,
+            epilog=f"{TARGET if target in parents else TRACES}examples:\n{_examples(name)}\n\n{EXIT_CODES}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(run=run)
@@ -103,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--kernels", action="store_true", help="let Inductor generate code, for its final order")
     explain.add_argument("--cost", action="store_true", help="the cost in closed form too; traces once more")
     diff = add("diff", [target, ranks], "a graph before and after one pass", commands.run_diff)
-    diff.add_argument("--pass", dest="pass_name", required=True, metavar="NAME", help="name of the pass")
+    diff.add_argument("--pass", dest="pass_name", required=True, metavar="NAME", help=f"one of {', '.join(PASS_NAMES)}")
     diff.add_argument("--phase", choices=("forward", "backward", "both"), default="both")
     diff.add_argument("--context", type=int, default=3, metavar="LINES", help="unchanged lines around a change (3)")
     diff.add_argument("--color", choices=("auto", "always", "never"), default="auto")
@@ -132,7 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserMistake as mistake:
         if args.traceback:
             traceback.print_exc()
-        print(f"fsdp_passes: {mistake}.", file=sys.stderr)
+        full_stop = "" if str(mistake).endswith("?") else "."
+        print(f"fsdp_passes: {mistake}{full_stop}", file=sys.stderr)
         return commands.MISTAKE
     except KeyboardInterrupt:
         return commands.INTERRUPTED

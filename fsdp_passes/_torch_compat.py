@@ -43,6 +43,8 @@ __all__ = [
     "add_order_dependency",
     "all_gather_coalesced",
     "aot_autograd",
+    "backend_of_region",
+    "backend_that_traces",
     "backwards_at_once",
     "call_after_backward",
     "collective_name",
@@ -183,6 +185,25 @@ def never_compile_alone(function: Function) -> Function:
 def is_in_compiled_region() -> bool:
     """Whether eager code runs between graphs: Dynamo will compile the functions that are called from here."""
     return get_eval_frame_callback() is not None
+
+
+@never_compile_alone
+def backend_of_region() -> Any:
+    """What compiles the functions that are called from here, as it was given to Dynamo; None outside of such code."""
+    return _innermost_backend(get_eval_frame_callback() or None)
+
+
+def backend_that_traces() -> Any:
+    """What Dynamo is tracing for now, as it was given to it; None when it is not tracing."""
+    translator = InstructionTranslator.current_tx()
+    return _innermost_backend(translator.output.compiler_fn)
+
+
+@never_compile_alone
+def _innermost_backend(callback: Any) -> Any:
+    while hasattr(callback, "_torchdynamo_orig_backend"):
+        callback = callback._torchdynamo_orig_backend
+    return callback
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -28,6 +28,7 @@ from fsdp_passes.agreement import has_peers
 from fsdp_passes.compiled_call import Compiled, CompiledCall, parameter_at
 from fsdp_passes.debug import CheckedInterpreter, debug_flags
 from fsdp_passes.errors import NothingShardedWarning
+from fsdp_passes.foreign import gathers_parameters
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import fsdp_parameter_of
@@ -46,6 +47,7 @@ from fsdp_passes.pipeline import (
 from fsdp_passes.stand_in import StandIn
 
 
+@gathers_parameters
 def overlap_fsdp(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],

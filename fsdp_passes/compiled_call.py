@@ -108,6 +108,7 @@ class CompiledCall:
             return self.recompile(*args)
         if are_active():
             return self.stand_in(args)
+        params[0].unit.check_group()
         inputs = list(args)
         self._hand_out(inputs, params, sharded)
         for index in self.label_from:

@@ -28,6 +28,12 @@ from fsdp_passes._torch_compat import (
 )
 from fsdp_passes.context import Phase
 from fsdp_passes.eager_backward import pre_backward, unit_has_input_gradients, watch_gradient
+from fsdp_passes.foreign import (
+    WHY_FOREIGN_GRAPHS_BREAK,
+    is_in_foreign_region,
+    is_traced_by_foreign_backend,
+    warn_of_foreign_region,
+)
 from fsdp_passes.gathering import (
     finish_gather,
     release,
@@ -60,17 +66,26 @@ def _pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     unit = unit_of(module)
     assert unit is not None
     if torch.compiler.is_compiling():
-        if not is_tracing_higher_order_op():
+        if is_traced_by_foreign_backend():
+            _begin_forward(unit, (args, kwargs))
+        elif not is_tracing_higher_order_op():
             unit.is_in_compiled_forward = True  # the compiler replays this at a graph break, before eager code runs
-    elif is_in_compiled_region():
+    elif is_in_compiled_region() and not is_in_foreign_region():
         unit.may_run_eagerly = True
     else:
-        _gather_for_forward(unit)
-        _watch_inputs(unit, (args, kwargs))
+        if is_in_compiled_region():
+            warn_of_foreign_region()
+        _begin_forward(unit, (args, kwargs))
     dtype = unit.mp_policy.param_dtype
     if dtype is None or not unit.mp_policy.cast_forward_inputs:
         return None
     return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+@torch.compiler.disable(reason=WHY_FOREIGN_GRAPHS_BREAK)  # type: ignore[untyped-decorator]
+def _begin_forward(unit: FsdpUnit, inputs: Any) -> None:
+    _gather_for_forward(unit)
+    _watch_inputs(unit, inputs)
 
 
 @torch.compiler.disable
@@ -103,7 +118,6 @@ def _gather_for_forward(unit: FsdpUnit) -> None:
     push_region(region_name(unit.display_name, FORWARD_COMPUTE))
 
 
-@torch.compiler.disable
 def _watch_inputs(unit: FsdpUnit, inputs: Any) -> None:
     """Learn when the backward of a unit with frozen parameters is over: the last reader of a frozen parameter makes no
     gradient for it, and one of the inputs' comes last."""
@@ -122,12 +136,17 @@ def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     dtype = unit.mp_policy.output_dtype
     if dtype is not None:
         output = _cast(output, dtype)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not is_traced_by_foreign_backend():
         # A parameter itself would not become an output of the graph: the compiler would hand out the empty placeholder.
         output = tree_map_only(nn.Parameter, lambda param: param.view_as(param), output)
         if not is_tracing_higher_order_op():
             unit.is_in_compiled_forward = False
         return output
+    return _leave_forward(unit, output)
+
+
+@torch.compiler.disable(reason=WHY_FOREIGN_GRAPHS_BREAK)  # type: ignore[untyped-decorator]
+def _leave_forward(unit: FsdpUnit, output: Any) -> Any:
     output = tree_map_only(nn.Parameter, _copy_of_gathered, output)
     if unit.may_run_eagerly:
         unit.may_run_eagerly = False  # all of it was compiled
@@ -136,7 +155,6 @@ def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return output
 
 
-@torch.compiler.disable
 def _copy_of_gathered(tensor: nn.Parameter) -> torch.Tensor:
     """What a forward may return in place of a parameter: the parameter's own memory is released before it is read."""
     param = fsdp_parameter_of(tensor)
@@ -147,7 +165,6 @@ def _copy_of_gathered(tensor: nn.Parameter) -> torch.Tensor:
     return tensor.clone()
 
 
-@torch.compiler.disable
 def _end_forward(unit: FsdpUnit, output: Any) -> None:
     context = unit.context
     if output is None and sys.exc_info()[0] is not None:  # the forward raised; torch calls the hook all the same

@@ -25,6 +25,16 @@ class NoProcessGroupError(FsdpError, RuntimeError):
         )
 
 
+class ProcessGroupGoneError(FsdpError, RuntimeError):
+    """A sharded model is to communicate, and its process group was destroyed."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__(
+            f"unit {unit!r}: expected the process group over which it was sharded, found that it was destroyed. "
+            "Forward, backward and unshard() communicate: call torch.distributed.destroy_process_group() behind them."
+        )
+
+
 class AlreadyShardedError(FsdpError, ValueError):
     """`fully_shard` was called twice on one module."""
 
@@ -286,6 +296,10 @@ class PickledModuleError(FsdpError, NotImplementedError):
 
 class NothingShardedWarning(UserWarning):
     """A model without sharded parameters was compiled with `overlap_fsdp`."""
+
+
+class ForeignBackendWarning(UserWarning):
+    """A sharded model was compiled with a backend that does not gather its parameters."""
 
 
 class ScheduleWarning(UserWarning):

@@ -21,6 +21,7 @@ def start_gather(unit: FsdpUnit) -> None:
     versions = [param.values_version for param in unit.params]
     if not unit.params or unit.gathered_versions == versions:
         return
+    unit.check_group()
     finish_gather(unit)  # an older gather may still write into the same storage
     context, device = unit.context, unit.params[0].shard().device
     context.check_device(unit, device)

@@ -51,6 +51,15 @@ log = logging.getLogger(__name__)
 
 RECORD_META = "fsdp_passes_record"
 
+# The passes behind `insert_unshard` whose results are kept for looking at, in the order in which they run.
+PASS_NAMES = (
+    "bucket_all_gathers",
+    "bucket_reduce_scatters",
+    "schedule_one_layer_ahead",
+    "prefetch_across_graphs",
+    "annotate_regions",
+)
+
 
 @dataclasses.dataclass
 class GraphRecord:

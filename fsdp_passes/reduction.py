@@ -26,6 +26,7 @@ def take_gradients(unit: FsdpUnit, params: list[FsdpParameter]) -> None:
 
 def reduce_gradients(unit: FsdpUnit, params: list[FsdpParameter]) -> None:
     """Take the gradients of placeholders and those that wait, pack them and queue their reduction."""
+    unit.check_group()
     groups: dict[torch.dtype, list[FsdpParameter]] = {}
     for param in params:
         groups.setdefault(param.reduce_dtype, []).append(param)

@@ -17,6 +17,7 @@ from fsdp_passes.context import FsdpContext
 from fsdp_passes.debug import check_eager_read
 from fsdp_passes.eager import gather_for_eager_read, install_hooks
 from fsdp_passes.errors import PickledModuleError
+from fsdp_passes.foreign import WHY_FOREIGN_GRAPHS_BREAK, is_traced_by_foreign_backend
 from fsdp_passes.fsdp_module import FsdpModule
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.scalar import FsdpScalar
@@ -41,7 +42,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
-    units: Sequence[str] | None = None,
+    units: Sequence[str] | str | None = None,
     dp_mesh_dims: Any = None,
 ) -> nn.Module:
     """Shard the parameters of `module` over `mesh`, as one unit.
@@ -59,8 +60,9 @@ def fully_shard(
             the gradient reduction. The gradient has the parameter's own dtype.
         offload_policy: not supported yet.
         ignored_params: parameters to leave as they are.
-        units: patterns of module paths; each matching module becomes a unit first, the innermost first. "*" matches
-            within one part of a path, "**" any number of parts.
+        units: patterns of module paths, or one; each matching module becomes a unit first, the innermost first. "*"
+            matches within one part of a path, "**" any number of parts. Patterns with wildcards pass over containers
+            without a forward (`nn.ModuleList`).
         dp_mesh_dims: not supported yet.
 
     Returns:
@@ -73,7 +75,7 @@ def fully_shard(
     mesh = check_mesh(mesh)
     mp_policy = mp_policy or MixedPrecisionPolicy()
     ignored = set(ignored_params or ())
-    targets = [*match_units(module, units or ()), ("", module)]
+    targets = [*match_units(module, [units] if isinstance(units, str) else units or ()), ("", module)]
     plans = plan_units(targets, mesh, ignored)
     for target, params in plans:
         _make_unit(
@@ -221,6 +223,8 @@ def _face(name: str, module: nn.Module) -> torch.Tensor:
     if isinstance(param, FsdpScalar):
         return param.face() if torch.compiler.is_compiling() else param.eager_face()
     if torch.compiler.is_compiling():
+        if is_traced_by_foreign_backend() and param.placeholder.untyped_storage().size() == 0:
+            return read_outside_graph(module, name)
         return param.placeholder
     if not param.unit.is_unsharded:
         gather_for_eager_read(param.unit)
@@ -231,3 +235,9 @@ def _face(name: str, module: nn.Module) -> torch.Tensor:
     sharded = module._parameters[name]
     assert sharded is not None
     return sharded
+
+
+@torch.compiler.disable(reason=WHY_FOREIGN_GRAPHS_BREAK)  # type: ignore[untyped-decorator]
+def read_outside_graph(module: nn.Module, name: str) -> torch.Tensor:
+    """The face that eager code sees, for a backend that would compute with an empty placeholder."""
+    return _face(name, module)

@@ -62,7 +62,10 @@ def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def match_units(module: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Paths and modules that match any pattern, innermost first and otherwise in module order."""
+    """Paths and modules that match any pattern, innermost first and otherwise in module order.
+
+    A pattern with wildcards passes over containers, unless it matches nothing else.
+    """
     paths = [(path, child) for path, child in module.named_modules() if path]
     matched: dict[nn.Module, str] = {}
     for pattern in patterns:
@@ -74,9 +77,17 @@ def match_units(module: nn.Module, patterns: Sequence[str]) -> list[tuple[str, n
         if not hits:
             available = [path for path, child in paths if any(True for _ in child.parameters())]
             raise UnitPatternError(pattern, available)
+        if any(wildcard in pattern for wildcard in "*?["):
+            hits = [(path, child) for path, child in hits if not is_container(child)] or hits
         matched.update({child: path for path, child in hits})
     innermost_first = sorted(matched.items(), key=lambda item: -item[1].count("."))
     return [(path, child) for child, path in innermost_first]
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether `module` only holds others, or parameters, and is never called: hooks on it would not run."""
+    kinds = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
+    return isinstance(module, kinds) and type(module).forward is nn.Module.forward
 
 
 def _path_matches(path: list[str], pattern: list[str]) -> bool:
@@ -100,7 +111,7 @@ def plan_units(
         target_name = f"{target_path} ({class_name(target)})" if target_path else class_name(target)
         if unit_of(target) is not None:
             raise AlreadyShardedError(target_name)
-        if isinstance(target, nn.ModuleList | nn.ModuleDict):
+        if is_container(target):
             raise NoForwardError(target_name)
         plan: Named = []
         index: dict[nn.Parameter, int] = {}

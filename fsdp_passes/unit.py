@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_passes.errors import ProcessGroupGoneError
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import new_label
 
@@ -121,6 +123,11 @@ class FsdpUnit:
     def display_name(self) -> str:
         """The name in labels and messages."""
         return self.name or ROOT_LABEL
+
+    def check_group(self) -> None:
+        """Raise `ProcessGroupGoneError` when the unit cannot communicate any more."""
+        if not dist.is_initialized():
+            raise ProcessGroupGoneError(self.display_name)
 
     def rename(self, name: str, *, is_root: bool) -> None:
         """Called when a surrounding module is sharded: only then is the path from the root known."""

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_passes import fully_shard, overlap_fsdp
+from fsdp_passes.foreign import gathers_parameters
 from fsdp_passes.pipeline import CompilationRecord, graph_text, record_compilations
 from fsdp_passes.regions import new_label
 
@@ -121,6 +122,7 @@ def dynamo_graph(function: Callable[..., Any], *inputs: Any) -> tuple[fx.GraphMo
     """The graph that Dynamo hands to a backend for `function(*inputs)`, and its example inputs; nothing runs."""
     seen: list[tuple[fx.GraphModule, list[Any]]] = []
 
+    @gathers_parameters
     def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
         seen.append((gm, list(example_inputs)))
         raise NotImplementedError

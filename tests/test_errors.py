@@ -13,6 +13,7 @@ from tests.graphs import folded
 
 EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
     errors.NoProcessGroupError: (),
+    errors.ProcessGroupGoneError: ("layers.0",),
     errors.AlreadyShardedError: ("Block",),
     errors.WrapOrderError: ("Linear", "weight", "layers.0"),
     errors.ForeignDTensorError: ("head.weight", "mesh (4,) as (Replicate(),)", "(2,)"),
@@ -49,7 +50,8 @@ def test_every_class_has_an_example_here_and_every_error_is_an_fsdp_error() -> N
         if inspect.isclass(value) and issubclass(value, Exception) and value.__module__ == errors.__name__
     }
     warnings = {value for value in classes if issubclass(value, Warning)}
-    assert {value.__name__ for value in warnings} == {"NothingShardedWarning", "ScheduleWarning"}
+    names = {value.__name__ for value in warnings}
+    assert names == {"ForeignBackendWarning", "NothingShardedWarning", "ScheduleWarning"}
     assert classes - warnings - {FsdpError} == EXAMPLES.keys()
     assert all(issubclass(value, FsdpError) for value in EXAMPLES)
 
@@ -71,6 +73,9 @@ def test_golden_texts() -> None:
 [NoProcessGroupError]
 fully_shard: expected an initialized process group, found none. Call torch.distributed.init_process_group() first
         (torchrun sets its environment variables), or pass a mesh made by init_device_mesh().
+[ProcessGroupGoneError]
+unit 'layers.0': expected the process group over which it was sharded, found that it was destroyed. Forward,
+        backward and unshard() communicate: call torch.distributed.destroy_process_group() behind them.
 [AlreadyShardedError]
 Block: expected a module that is not yet a unit, found one that fully_shard has already been called on. Call
         fully_shard once per module; a nested module can be a unit of its own.

@@ -24,6 +24,7 @@ from fsdp_passes._torch_compat import (
 )
 from fsdp_passes.backend import compile_sharded
 from fsdp_passes.errors import ExplainError, FsdpError
+from fsdp_passes.foreign import gathers_parameters
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import fsdp_parameter_of
 from fsdp_passes.passes.find_parameter_uses import find_parameter_uses
@@ -111,6 +112,7 @@ def capture(call: Call, options: OverlapOptions) -> list[CompilationRecord]:
     """
     is_alone = dist.get_backend() == "fake" or dist.get_world_size() == 1
 
+    @gathers_parameters
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         stand_in = StandIn(gm)
         _compile(gm, example_inputs, options)

@@ -40,10 +40,11 @@ def _graph_lines(graph: ExplainedGraph) -> Iterator[str]:
         f"{timeline.exposed_us / 1e3:.3f}"
     )
     peak = max((point.num_bytes for point in timeline.memory), default=0)
-    most = f"  unsharded at once: at most {peak / 2**20:.2f} MiB"
-    most += f" in all; but for kept units {graph.report.max_unsharded_units} units, "
-    most += f"{graph.report.max_unsharded_bytes / 2**20:.2f} MiB"
-    yield most
+    count = graph.report.max_unsharded_units
+    yield (
+        f"  unsharded at once: at most {peak / 2**20:.2f} MiB; without units kept from forward to backward at most "
+        f"{count} unit{'' if count == 1 else 's'}, {graph.report.max_unsharded_bytes / 2**20:.2f} MiB"
+    )
     cells = [list(COLUMNS), *_folded(graph.rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(COLUMNS))]
     for row in cells:

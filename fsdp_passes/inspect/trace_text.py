@@ -23,6 +23,9 @@ def report_text(report: TraceReport, max_collectives: int) -> str:
     if numbers:
         counted = f", steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f", step {numbers[0]}"
     lines = [f"FSDP trace report: {_plural(len(report.ranks), 'rank')}{counted}", ""]
+    if not numbers:
+        hint = "No step is marked in the trace, so all of it counts as one: call prof.step() behind each training step."
+        lines += [hint, ""]
     lines += _step_table(report)
     lines += ["", "Per unit, mean of a step of a rank:", *_unit_table(report)]
     groups = exposed_groups(report.collectives)
