@@ -213,12 +213,13 @@ def events_from_kernels(snodes: Sequence[Any], graph: fx.Graph) -> list[Schedule
         if not nodes:
             continue
         kind, name = scheduler_node_kind(snode), snode.get_name()
-        bucket = next((bucket_of(node) for node in nodes if bucket_of(node) is not None), None)
         if kind in ("collective", "wait"):
-            if bucket is not None:
-                start = next((node for node in nodes if role_of(node) == START), None)
-                reads = () if start is None else sent_on(start)
-                events.append(ScheduleEvent("start" if kind == "collective" else "wait", name, bucket, reads))
+            role = START if kind == "collective" else WAIT
+            # The newest: one that reduces in place counts what made its input among its origins.
+            newest = next((node for node in reversed(nodes) if role_of(node) == role), None)
+            if newest is not None:
+                reads = sent_on(newest) if role == START else ()
+                events.append(ScheduleEvent(role, name, bucket_of(newest), reads))
         elif kind == "region":
             marker = _event_of_node(nodes[-1], graph_reads)
             assert marker is not None
