@@ -46,7 +46,9 @@ def check_arguments(
         raise UnsupportedArgumentError("offload_policy", offload_policy, "Leave it out: parameters stay on the device.")
     if dp_mesh_dims is not None:
         raise UnsupportedArgumentError(
-            "dp_mesh_dims", dp_mesh_dims, "Pass the dimensions to use as mesh: mesh['shard'] or mesh['replicate', 'shard']."
+            "dp_mesh_dims",
+            dp_mesh_dims,
+            "Pass the dimensions to use as mesh: mesh['shard'] or mesh['replicate', 'shard'].",
         )
 
 

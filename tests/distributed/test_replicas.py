@@ -95,7 +95,9 @@ def test_all_reduces_start_behind_the_next_units_reduce_scatter_both_ways(four_r
     ways = ("aot_eager", "fallback")
     compiled, fallback = (four_ranks.run(f"{HERE}:order_of_collectives", way=way)[0] for way in ways)
     assert compiled == fallback
-    assert_expected_inline("\n".join(fallback), """\
+    assert_expected_inline(
+        "\n".join(fallback),
+        """\
 0:all_gather
 1:all_gather
 2:all_gather
@@ -106,7 +108,8 @@ def test_all_reduces_start_behind_the_next_units_reduce_scatter_both_ways(four_r
 2:all_reduce
 0:reduce_scatter
 1:all_reduce
-0:all_reduce""")
+0:all_reduce""",
+    )
 
 
 def same_bits(policy: bool) -> None:
