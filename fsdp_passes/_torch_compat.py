@@ -42,6 +42,7 @@ __all__ = [
     "SchedulerPass",
     "add_order_dependency",
     "all_gather_coalesced",
+    "all_reduce_coalesced",
     "aot_autograd",
     "backend_of_region",
     "backend_that_traces",
@@ -389,6 +390,15 @@ def reduce_scatter_coalesced(
     with _coalescing_manager(group=group, async_ops=True) as work:
         for output, value in zip(outputs, inputs, strict=True):
             _reduce_scatter(output, value, op=op, group=group, async_op=True)
+    return work
+
+
+def all_reduce_coalesced(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, *, average: bool) -> Any:
+    """Reduce each tensor in place with one grouped collective; returns the work to wait for."""
+    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    with _coalescing_manager(group=group, async_ops=True) as work:
+        for tensor in tensors:
+            dist.all_reduce(tensor, op=op, group=group, async_op=True)
     return work
 
 

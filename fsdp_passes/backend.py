@@ -18,6 +18,7 @@ from fsdp_passes._torch_compat import (
     compile_fx_and_inspect,
     copy_dynamo_graph,
     detect_fake_mode,
+    group_of,
     inductor_mode_options,
     inductor_schedulers_off,
     is_deterministic,
@@ -118,8 +119,9 @@ def compile_sharded(
     label_from = insert_unshard(gm, uses, reduce_group_suffix=suffix)
     units = {use.unit_index: use.param.unit for use in uses}
     record = start_record([units[index].display_name for index in sorted(units)], settings)
-    backends = tuple(sorted({dist.get_backend(unit.mesh.get_group()) for unit in units.values()}))
     group_names = {use.param.group_name for use in uses}
+    group_names |= {use.param.replica_group_name for use in uses if use.param.num_replicas > 1}
+    backends = tuple(sorted({dist.get_backend(group_of(name)) for name in group_names}))
     lower = LowerAndSchedule(settings, record, backends, has_peers=any(map(has_peers, sorted(group_names))))
     inputs = place(gm, _local_inputs(example_inputs, [use.position for use in uses], label_from))
     return _compile_inner(gm, inputs, settings, inductor_options, lower), label_from
@@ -142,18 +144,19 @@ def _warn_nothing_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> 
 
 
 def _local_inputs(example_inputs: Sequence[Any], positions: Sequence[int], label_from: Sequence[int]) -> list[Any]:
-    """The compiler's example inputs: fake shards where the placeholders were, the labels, and the placeholders of
-    parameters whose gradients are kept whole."""
+    """The compiler's example inputs: fake shards where the placeholders were, the labels, and the sinks of gradients
+    that are not reduced, or not over the replicas."""
     fake_mode = detect_fake_mode() or FakeTensorMode()
     inputs = list(example_inputs)
     params = [parameter_at(example_inputs, position) for position in positions]
     for position, param in zip(positions, params, strict=True):
-        is_reduced = param.placeholder.requires_grad and not param.keeps_whole_grad
+        is_reduced = param.placeholder.requires_grad and param.grad_sink is None
         shard = param.shard().detach().requires_grad_(is_reduced)
         inputs[position] = fake_mode.from_tensor(shard, static_shapes=True)
     for index in label_from:
         inputs.append(fake_mode.from_tensor(params[index].unit.label, static_shapes=True))
-    inputs += [fake_mode.from_tensor(p.placeholder, static_shapes=True) for p in params if p.keeps_whole_grad]
+    sinks = [param.grad_sink for param in params]
+    inputs += [fake_mode.from_tensor(sink, static_shapes=True) for sink in sinks if sink is not None]
     return inputs
 
 

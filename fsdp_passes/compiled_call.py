@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_passes._torch_compat import is_in_backward, make_dtensor
 from fsdp_passes.context import ensure_reduce_group
-from fsdp_passes.eager_backward import whole_inputs
+from fsdp_passes.eager_backward import gradient_sinks
 from fsdp_passes.errors import StaleParametersError
 from fsdp_passes.gathering import release_on_demand
 from fsdp_passes.options import OverlapOptions
@@ -94,9 +94,9 @@ class CompiledCall:
         self.label_from = tuple(label_from)
         self.constants = [param.graph_constants for param in params]
         self.requires_grad = [param.placeholder.requires_grad for param in params]
-        # The others' gradients, if any, stay whole on their placeholders.
-        self._whole = [index for index, param in enumerate(params) if param.keeps_whole_grad]
-        self._is_reduced = [param.placeholder.requires_grad and not param.keeps_whole_grad for param in params]
+        # The others' gradients, if any, go to their sinks.
+        self._with_sink = [index for index, param in enumerate(params) if param.grad_sink is not None]
+        self._is_reduced = [param.placeholder.requires_grad and param.grad_sink is None for param in params]
         self._reduced = [index for index, is_reduced in enumerate(self._is_reduced) if is_reduced]
         self.stand_in = stand_in
         self._has_two_groups = not settings.unify_communication_stream
@@ -113,7 +113,7 @@ class CompiledCall:
         self._hand_out(inputs, params, sharded)
         for index in self.label_from:
             inputs.append(params[index].unit.label)
-        inputs += whole_inputs([params[index] for index in self._whole])
+        inputs += gradient_sinks([params[index] for index in self._with_sink])
         if self._has_two_groups:
             for mesh in dict.fromkeys(params[index].mesh for index in self.label_from):
                 ensure_reduce_group(mesh)

@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_passes._torch_compat import register_group_alias
 from fsdp_passes.errors import DeviceError, PhaseError
 from fsdp_passes.lookahead import LookAhead
+from fsdp_passes.mesh import shard_group
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.regions import pop_region, push_region
 from fsdp_passes.unit import FsdpUnit
+
+
+class FinishReduction(Protocol):
+    """Waits for a reduction, and with `write` lets its results go on: into `.grad`, or into the reduction that follows.
+
+    Returns what waits for that one; None when none was started.
+    """
+
+    def __call__(self, write: bool, /) -> FinishReduction | None: ...
 
 
 class Phase(enum.Enum):
@@ -55,15 +65,15 @@ class DelayedRelease:
 
 @dataclasses.dataclass
 class DelayedReduction:
-    """Packed gradients whose reduce-scatter has not been started.
+    """Packed gradients whose reduction has not been started.
 
     Attributes:
         consumer_event: recorded on the compute stream where the gradients were packed; None on the CPU.
-        start: starts the reduce-scatter and returns what waits for it, and with True writes the gradients.
+        start: starts the reduction and returns what waits for it.
     """
 
     consumer_event: torch.cuda.Event | None
-    start: Callable[[], Callable[[bool], None]]
+    start: Callable[[], FinishReduction]
 
 
 class FsdpContext:
@@ -91,7 +101,7 @@ class FsdpContext:
         self.phases: dict[FsdpUnit, Phase] = {}
         self.delayed_releases: collections.deque[DelayedRelease] = collections.deque()
         self.delayed_reductions: collections.deque[DelayedReduction] = collections.deque()
-        self.started_reductions: collections.deque[Callable[[bool], None]] = collections.deque()
+        self.started_reductions: collections.deque[FinishReduction] = collections.deque()
         self.is_backward_callback_queued = False
         self.on_demand: list[FsdpUnit] = []
         self.finished_backward: list[FsdpUnit] = []
@@ -102,6 +112,8 @@ class FsdpContext:
         # stream of the caching allocator and each can reuse what another released. Made at the first use: wrapping a
         # model must not initialize CUDA.
         self._communication_stream: torch.cuda.Stream | None = None
+        # All-reduces over replicas, whose network is another one as a rule: they run beside the others.
+        self._replica_stream: torch.cuda.Stream | None = None
         self._weights_ready: torch.cuda.Event | None = None
         self._backward_region: str | None = None
         self._device: torch.device | None = None
@@ -172,6 +184,7 @@ class FsdpContext:
             if self._device in others:
                 raise DeviceError(unit.display_name, str(self._device), str(device))
             self._device, self._communication_stream, self._weights_ready = device, None, None
+            self._replica_stream = None
 
     # ---- streams -----------------------------------------------------------------------------------------------------
 
@@ -187,6 +200,14 @@ class FsdpContext:
         """Allocate and run on the communication stream."""
         stream = self.communication_stream(device)
         return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def on_replica_stream(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """Run on the stream of the all-reduces over replicas."""
+        if device.type != "cuda":
+            return contextlib.nullcontext()
+        if self._replica_stream is None:
+            self._replica_stream = torch.cuda.Stream(device, priority=-1)
+        return torch.cuda.stream(self._replica_stream)
 
     def record_compute(self, device: torch.device) -> torch.cuda.Event | None:
         """An event behind everything that was queued on the compute stream; None on the CPU."""
@@ -217,8 +238,8 @@ class FsdpContext:
             self._communication_waits_for(delayed.consumer_event)
             delayed.release()
 
-    def enqueue_reduction(self, device: torch.device, start: Callable[[], Callable[[bool], None]]) -> None:
-        """Queue a reduce-scatter behind the packing that was just queued on the compute stream."""
+    def enqueue_reduction(self, device: torch.device, start: Callable[[], FinishReduction]) -> None:
+        """Queue a reduction behind the packing that was just queued on the compute stream."""
         self.communication_stream(device)
         self.delayed_reductions.append(DelayedReduction(self.record_compute(device), start))
 
@@ -231,16 +252,24 @@ class FsdpContext:
             self.started_reductions.append(delayed.start())
 
     def finish_reductions(self, target_length: int) -> None:
-        """Wait for the oldest reductions on the wire until at most `target_length` are left."""
+        """Wait for the oldest reductions on the wire until at most `target_length` are left, and those that follow
+        them: an all-reduce over replicas starts behind its reduce-scatter and has one more unit's time. With 0, for
+        all."""
+        following = []
         while len(self.started_reductions) > target_length:
-            self.started_reductions.popleft()(True)
+            following.append(self.started_reductions.popleft()(True))
+        self.started_reductions.extend(finish for finish in following if finish is not None)
+        if target_length == 0 and self.started_reductions:
+            self.finish_reductions(0)
 
     def forget_reductions(self) -> None:
         """After an exception: drop what was queued; wait for what is on the wire, which other ranks take part in, and
         drop it too if it belongs to the backward that failed. What an earlier backward left there is complete."""
         self.delayed_reductions.clear()
         while self.started_reductions:
-            self.started_reductions.popleft()(not self.is_backward_callback_queued)
+            following = self.started_reductions.popleft()(not self.is_backward_callback_queued)
+            if following is not None:
+                self.started_reductions.append(following)
         self.is_backward_callback_queued = False
         self.finished_backward.clear()
         self._backward_region = None
@@ -256,7 +285,7 @@ def ensure_reduce_group(mesh: DeviceMesh) -> None:
     Creating a group waits for the other ranks, so this is called at the first execution of a graph and never while
     compiling: ranks may compile at different times, but they all reach the first execution.
     """
-    group = mesh.get_group()
+    group = shard_group(mesh)
     if group in _reduce_groups:
         return
     ranks = dist.get_process_group_ranks(group)

@@ -15,6 +15,7 @@ from fsdp_passes.gathering import finish_gather, release, start_ahead, start_gat
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.reduction import take_gradients
 from fsdp_passes.regions import BACKWARD_COMPUTE, region_name
+from fsdp_passes.replicas import reduce_partial_gradients
 from fsdp_passes.unit import FsdpUnit
 
 
@@ -42,12 +43,16 @@ def pre_backward(unit: FsdpUnit) -> None:
     context.switch_backward_region(region_name(unit.display_name, BACKWARD_COMPUTE))
 
 
-def whole_inputs(params: Sequence[FsdpParameter]) -> list[nn.Parameter]:
-    """What a compiled graph that leaves the gradients of `params` whole takes behind its labels: their placeholders,
-    which are watched, so that a gradient that arrives there is added up or reduced as in the fallback."""
+def gradient_sinks(params: Sequence[FsdpParameter]) -> list[nn.Parameter]:
+    """What a compiled graph that does not reduce the gradients of `params`, or not over the replicas, takes behind its
+    labels. The sinks are watched, so that a gradient that arrives there is added up or reduced as in the fallback."""
+    sinks = []
     for param in params:
-        watch_gradient(param)
-    return [param.placeholder for param in params]
+        sink = param.grad_sink
+        assert sink is not None, f"{param.name}: the graph was compiled for other settings"
+        watch_gradient(param) if sink is param.placeholder else _watch_partial(param)
+        sinks.append(sink)
+    return sinks
 
 
 def _queue_end_of_backward(context: FsdpContext) -> None:
@@ -61,6 +66,19 @@ def watch_gradient(param: FsdpParameter) -> None:
     if not getattr(param.placeholder, "_fsdp_is_watched", False) and param.placeholder.requires_grad:
         param.placeholder._fsdp_is_watched = True  # type: ignore[attr-defined]
         param.placeholder.register_post_accumulate_grad_hook(lambda _: _gradient_is_ready(param))
+
+
+def _watch_partial(param: FsdpParameter) -> None:
+    """Learn that a gradient waits for the replicas. Registered once for each sink."""
+    sink = param.partial
+    if not getattr(sink, "_fsdp_is_watched", False):
+        sink._fsdp_is_watched = True  # type: ignore[attr-defined]
+        sink.register_post_accumulate_grad_hook(lambda _: _partial_is_ready(param))
+
+
+def _partial_is_ready(param: FsdpParameter) -> None:
+    param.unit.accumulating_partially.add(param)
+    _queue_end_of_backward(param.unit.context)
 
 
 def _gradient_is_ready(param: FsdpParameter) -> None:
@@ -122,4 +140,14 @@ def _end_backward(context: FsdpContext) -> None:
     context.drain_delayed_reductions(0)
     if context.is_last_backward:
         context.finish_reductions(0)
+        _reduce_what_waits_for_replicas(context)
     context.drain_delayed_releases(0)
+
+
+def _reduce_what_waits_for_replicas(context: FsdpContext) -> None:
+    """All-reduce what compiled graphs and earlier backwards left, once the user asks for it again."""
+    for unit in context.units:
+        if unit.accumulating_partially and unit.syncs_gradients and unit.reduces_replicas:
+            reduce_partial_gradients(unit)
+    context.drain_delayed_reductions(0)
+    context.finish_reductions(0)

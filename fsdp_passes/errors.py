@@ -70,8 +70,8 @@ class MeshError(FsdpError, ValueError):
 
     def __init__(self, found: str) -> None:
         super().__init__(
-            f"mesh: expected a DeviceMesh with one dimension, found {found}. Take one dimension of it, for example "
-            "mesh['shard']."
+            f"mesh: expected a DeviceMesh with one dimension, or two (replicas, shards), found {found}. Take these of "
+            "it, for example mesh['shard'] or mesh['replicate', 'shard']."
         )
 
 

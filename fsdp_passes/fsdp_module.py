@@ -74,24 +74,42 @@ class FsdpModule(UnsupportedMethods):
         `recurse`: for the units nested in this one too.
         """
         for unit in _units(self, recurse):
-            unit.syncs_gradients = requires_gradient_sync
+            unit.syncs_gradients = unit.reduces_replicas = requires_gradient_sync
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Forwards and backwards inside add gradients up without reducing them: `set_requires_gradient_sync(False)`,
         and back to what it was."""
-        before = [(unit, unit.syncs_gradients) for unit in _units(self, True)]
+        before = [(unit, unit.syncs_gradients, unit.reduces_replicas) for unit in _units(self, True)]
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            for unit, syncs_gradients in before:
-                unit.syncs_gradients = syncs_gradients
+            for unit, syncs_gradients, reduces_replicas in before:
+                unit.syncs_gradients, unit.reduces_replicas = syncs_gradients, reduces_replicas
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backwards all-reduce gradients over replicas. As in FSDP2 this changes nothing on a mesh of one
-        dimension, the only kind there is here: it has no replicas."""
-        _own_unit(self)
+        """Whether backwards all-reduce gradients over replicas, for accumulation over micro-batches on a mesh of two
+        dimensions. Without replicas it changes nothing.
+
+        With False each rank adds up its rows, reduced over the shards, in `reduce_dtype`; `.grad` of the sharded
+        parameters stays as it is. The first backward with True all-reduces the sum. Compiled code has a second graph
+        for this, without all-reduces, which also runs the backward that ends the accumulation: the sum is all-reduced
+        behind it. `set_requires_gradient_sync` sets this too.
+
+        `recurse`: for the units nested in this one too.
+        """
+        for unit in _units(self, recurse):
+            unit.reduces_replicas = requires_all_reduce
+
+    def sync_replicas(self) -> None:
+        """Overwrite the parameters of all replicas with those of the first, in this unit and in those nested in it.
+
+        `fully_shard` does this itself. Call it where ranks initialized the shards on their own (`to_empty`, then random
+        numbers from a seed for each rank). Every rank calls it.
+        """
+        for unit in _units(self, True):
+            unit.sync_replicas()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backwards end with a wait for their reductions. With False, `.grad` is complete only behind

@@ -11,6 +11,7 @@ from fsdp_passes.context import DelayedRelease, FsdpContext
 from fsdp_passes.debug import debug_flags, poison
 from fsdp_passes.gather_ops import drop_started
 from fsdp_passes.lookahead import Entry
+from fsdp_passes.mesh import shard_group
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import ALL_GATHER_REGION, close_regions_above, pop_region, push_region, region_name
 from fsdp_passes.unit import FsdpUnit
@@ -38,7 +39,7 @@ def start_gather(unit: FsdpUnit) -> None:
         for params in _by_dtype(unit.params):
             inputs = [param.shard().to(param.param_dtype) for param in params]
             outputs = [param.gather_buffer() for param in params]
-            works.append(all_gather_coalesced(outputs, inputs, unit.mesh.get_group()))
+            works.append(all_gather_coalesced(outputs, inputs, shard_group(unit.mesh)))
         if stream is not None:
             for work in works:
                 work.wait()  # the communication stream waits, not the host: NCCL runs on a stream of its own
@@ -140,7 +141,7 @@ def undo_interrupted(context: FsdpContext) -> None:
         for unit in context.units:
             unit.is_in_compiled_forward = unit.may_run_eagerly = False
             for param in unit.params:
-                param.placeholder.grad = param.accumulated_grad = None
+                param.placeholder.grad = param.accumulated_grad = param.partial_grad = None
             for scalar in unit.scalars:
                 scalar.placeholder.grad = None
             release(unit)

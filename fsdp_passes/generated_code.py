@@ -67,7 +67,9 @@ def _read_line(line: str, origin: dict[str, str]) -> CodeStep | None:
         return CodeStep("wait", "wait_tensor", (origin.get(match[1], match[1]),), line)
     if match := _START.match(line):
         variable = match[1] or match[3]
-        origin[variable] = variable
+        # In place, each tensor of the first argument is a result.
+        results = [variable] if match[1] else re.findall(r"\w+", line[match.start(3) :].split("]")[0])
+        origin.update(dict.fromkeys(results if "[" in match[0] else [variable], variable))
         return CodeStep("start", match[2], (variable,), line)
     if match := _REGION.search(line):
         return CodeStep(match[1], match[2], (), line)

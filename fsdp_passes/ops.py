@@ -1,7 +1,7 @@
 """The library's operators: schema, fake kernels, autograd formulas.
 
-`unshard` and `reduce_grad` stand for a parameter's communication while the graph goes through AOTAutograd and the
-partitioner; the bucketing passes replace them with collectives. Both have real kernels, so that a graph in
+`unshard`, `reduce_grad` and `reduce_replicas` stand for a parameter's communication while the graph goes through
+AOTAutograd and the partitioner; the bucketing passes replace them with collectives. All have real kernels, so that a graph in
 which they were not replaced still computes the right values. `region_begin` and `region_end` open and close ranges.
 """
 
@@ -72,6 +72,9 @@ def unshard(
     reshard: bool,
     divide_factor: float | None = None,
     whole: Tensor | None = None,
+    partial: Tensor | None = None,
+    num_replicas: int = 1,
+    replica_group_name: str = "",
 ) -> Tensor:
     """Gather a parameter.
 
@@ -89,6 +92,10 @@ def unshard(
         divide_factor: what the sum of the gradients is divided by; None: the number of ranks.
         whole: the full-shaped parameter without storage, which is never read. With it the gradient is not reduced: it
             goes to `whole` as it is, and `shard` has none.
+        partial: a tensor of the shard's shape in `reduce_dtype` without storage, which is never read. With it the
+            gradient is reduced over `reduce_group_name` only and goes to `partial`, and `shard` has none.
+        num_replicas: ranks that hold the same shard.
+        replica_group_name: their group, over which the reduced gradient is averaged.
 
     Returns:
         The parameter, shape (rows, *rest), in `param_dtype`.
@@ -111,6 +118,9 @@ def _(
     reshard: bool,
     divide_factor: float | None = None,
     whole: Tensor | None = None,
+    partial: Tensor | None = None,
+    num_replicas: int = 1,
+    replica_group_name: str = "",
 ) -> Tensor:
     return shard.new_empty((rows, *shard.shape[1:]), dtype=param_dtype)
 
@@ -163,19 +173,74 @@ def _(
     return grad.new_empty((rows, *grad.shape[1:]), dtype=grad_dtype)
 
 
+@torch.library.custom_op("fsdp_passes::reduce_replicas", mutates_args=())
+def reduce_replicas(
+    grad: Tensor,
+    label: Tensor | None,
+    unit: int,
+    num_replicas: int,
+    group_name: str,
+    reduce_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    divide_factor: float | None = None,
+) -> Tensor:
+    """Average a reduced gradient over the ranks that hold the same rows.
+
+    Args:
+        grad: this rank's rows, what `reduce_grad` returns.
+        label, unit: as for `unshard`.
+        num_replicas: number of ranks in the group.
+        group_name: the group to reduce over.
+        reduce_dtype: dtype on the wire and of the sum.
+        grad_dtype: dtype of the result.
+        divide_factor: what the sum is divided by; None: the number of replicas, which gives the mean.
+
+    Returns:
+        The divided sum over the replicas, in `grad`'s shape.
+    """
+    division = gradient_division(num_replicas, reduce_dtype, divide_factor, averages=group_averages(group_name))
+    reduced = c10d.all_reduce(grad.to(reduce_dtype) * division.before, division.reduce_op, group_name)
+    return (c10d.wait_tensor(reduced) * division.after).to(grad_dtype)
+
+
+@reduce_replicas.register_fake
+def _(
+    grad: Tensor,
+    label: Tensor | None,
+    unit: int,
+    num_replicas: int,
+    group_name: str,
+    reduce_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    divide_factor: float | None = None,
+) -> Tensor:
+    return grad.new_empty(grad.shape, dtype=grad_dtype)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, label, unit, _, world_size, _, reduce_group_name, _, reduce_dtype, _, divide_factor, whole = inputs
-    ctx.label = label
-    ctx.args = [unit, world_size, reduce_group_name, reduce_dtype, shard.dtype]
-    if divide_factor is not None:
-        ctx.args.append(divide_factor)
-    ctx.keeps_whole_grad = whole is not None
+    shard, label, unit, _, world_size, _, group_name, _, reduce_dtype, _, factor, whole, partial, *replicas = inputs
+    ctx.label, ctx.unit = label, unit
+    ctx.sink = next((index for index, sink in enumerate(inputs) if index >= 11 and isinstance(sink, Tensor)), 0)
+    ctx.is_reduced = whole is None
+    ctx.replicas = replicas if replicas[0] > 1 and whole is None and partial is None else None
+    # What is reduced once more has the reduction's dtype until then.
+    is_final = ctx.replicas is None and partial is None
+    ctx.dtypes = [reduce_dtype, shard.dtype if is_final else reduce_dtype]
+    ctx.final_dtypes = [reduce_dtype, shard.dtype]
+    ctx.shards = [world_size, group_name]
+    ctx.factor = [] if factor is None else [factor]
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    if ctx.keeps_whole_grad:
-        return *([None] * 11), grad
-    return torch.ops.fsdp_passes.reduce_grad.default(grad, ctx.label, *ctx.args), *([None] * 11)
+    grads: list[Tensor | None] = [None] * 15
+    if ctx.is_reduced:
+        grad = REDUCE_GRAD(grad, ctx.label, ctx.unit, *ctx.shards, *ctx.dtypes, *ctx.factor)
+    if ctx.replicas is not None:
+        # All of the division that the user has set is in the first reduction.
+        factor = [1.0] if ctx.factor else []
+        grad = REDUCE_REPLICAS(grad, ctx.label, ctx.unit, *ctx.replicas, *ctx.final_dtypes, *factor)
+    grads[ctx.sink] = grad
+    return tuple(grads)
 
 
 unshard.register_autograd(_backward, setup_context=_setup_context)
@@ -204,6 +269,7 @@ torch.library.register_fake("fsdp_passes::region_end", lambda label: None, lib=l
 
 UNSHARD = torch.ops.fsdp_passes.unshard.default
 REDUCE_GRAD = torch.ops.fsdp_passes.reduce_grad.default
+REDUCE_REPLICAS = torch.ops.fsdp_passes.reduce_replicas.default
 REGION_BEGIN = torch.ops.fsdp_passes.region_begin.default
 REGION_END = torch.ops.fsdp_passes.region_end.default
 torch.fx.node.has_side_effect(REGION_BEGIN)

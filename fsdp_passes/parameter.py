@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_passes._torch_compat import local_tensor, replace_local_tensor, without_version_bump
+from fsdp_passes.mesh import num_replicas, num_shards, placements_on, replica_group, shard_group, shard_index
 
 if TYPE_CHECKING:
     from fsdp_passes.unit import FsdpUnit
@@ -35,18 +36,22 @@ class FsdpParameter:
         # Every (module, attribute) under which the parameter is known; more than one for tied parameters. The first
         # is where the current DTensor is read from, since `load_state_dict(assign=True)` and `to_empty` replace it.
         self.references: list[tuple[nn.Module, str]] = []
-        self.world_size = mesh.size()
-        self.group_name: str = mesh.get_group().group_name
+        self.world_size = num_shards(mesh)
+        self.group_name: str = shard_group(mesh).group_name
+        self.num_replicas = num_replicas(mesh)
+        replicas = replica_group(mesh)
+        self.replica_group_name: str = "" if replicas is None else replicas.group_name
         self.full_shape = param.shape
         self.rows = param.shape[0]
         self.rows_per_rank = math.ceil(self.rows / self.world_size)
         self.mp_policy = mp_policy
         # The sum of this rank's gradients since gradient sync was switched off, full shape, in the reduction's dtype.
         self._accumulated_grad: torch.Tensor | None = None
+        self._partial: nn.Parameter | None = None
         self.num_adoptions = 0  # how often another DTensor took our place
         self._set_dtypes(param.dtype)
 
-        rank = mesh.get_local_rank()
+        rank = shard_index(mesh)
         first = min(rank * self.rows_per_rank, self.rows)
         self.local_rows = min(first + self.rows_per_rank, self.rows) - first
         self.padded_local = param.new_zeros((self.rows_per_rank, *param.shape[1:]), requires_grad=False)
@@ -57,7 +62,7 @@ class FsdpParameter:
         sharded = DTensor.from_local(
             self.padded_local[: self.local_rows],
             mesh,
-            [Shard(0)],
+            placements_on(mesh, Shard(0)),
             run_check=False,
             shape=param.shape,
             stride=full_stride,
@@ -70,7 +75,7 @@ class FsdpParameter:
         """Another parameter with the same values, in the same group; nothing of it is gathered."""
         new = object.__new__(type(self))
         memo[id(self)] = new
-        new.__dict__.update(self.__dict__, _accumulated_grad=None, _adopted_local=None)
+        new.__dict__.update(self.__dict__, _accumulated_grad=None, _partial=None, _adopted_local=None)
         for name in ("unit", "references", "adopted_param"):
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         # The placeholder has no values to copy. The shard takes those of the copied DTensor: `shard` adopts it, since
@@ -81,6 +86,7 @@ class FsdpParameter:
     def _set_dtypes(self, dtype: torch.dtype) -> None:
         """Integers and complex numbers are never cast."""
         self._graph_constants: tuple[object, ...] | None = None
+        self._partial = None
         self.orig_dtype = dtype
         policy = self.mp_policy
         self.param_dtype = (policy.param_dtype or dtype) if dtype.is_floating_point else dtype
@@ -179,10 +185,10 @@ class FsdpParameter:
         Read for every parameter on every call: kept until dtypes, the unit's place or its settings change.
         """
         unit = self.unit
-        changing = (unit.reshards_after_forward, unit.divide_factor, self.keeps_whole_grad)
+        changing = (unit.reshards_after_forward, unit.divide_factor, self.keeps_whole_grad, self.keeps_partial_grad)
         if self._graph_constants is None or self._graph_constants[0] != changing:
             dtypes = (self.orig_dtype, self.param_dtype, self.reduce_dtype)
-            self._graph_constants = (changing, self.group_name, self.world_size, self.rows, *dtypes)
+            self._graph_constants = (changing, self.group_name, self.replica_group_name, self.rows, *dtypes)
         return self._graph_constants
 
     @property
@@ -191,6 +197,47 @@ class FsdpParameter:
         inside the graph: gradient sync is off, or it was, and what was accumulated is reduced together with it."""
         unit = self.unit
         return self.placeholder.requires_grad and (not unit.syncs_gradients or bool(unit.accumulating))
+
+    @property
+    def keeps_partial_grad(self) -> bool:
+        """Whether the next backward leaves this parameter's gradient reduced over the shards and not over the replicas:
+        the all-reduce is off, or it was, and what was added up is reduced together with it."""
+        if self.num_replicas == 1 or not self.placeholder.requires_grad or self.keeps_whole_grad:
+            return False
+        return not self.unit.reduces_replicas or bool(self.unit.accumulating_partially)
+
+    @property
+    def grad_sink(self) -> nn.Parameter | None:
+        """What takes the gradient of a compiled graph that does not reduce it, or not over the replicas; None where it
+        goes to the sharded parameter."""
+        return self.placeholder if self.keeps_whole_grad else self.partial if self.keeps_partial_grad else None
+
+    @property
+    def partial(self) -> nn.Parameter:
+        """Takes gradients that are not reduced over the replicas: a parameter of the padded shard's shape in the
+        reduction's dtype without storage, whose `.grad` is their sum."""
+        if self._partial is None:
+            data = torch.empty(self.padded_local.shape, dtype=self.reduce_dtype, device=self.padded_local.device)
+            if data.device.type != "meta":
+                data.untyped_storage().resize_(0)
+            self._partial = nn.Parameter(data)
+        return self._partial
+
+    @property
+    def partial_grad(self) -> torch.Tensor | None:
+        """The sum of gradients that wait for the all-reduce over the replicas, shape (rows_per_rank, *rest), in the
+        reduction's dtype."""
+        return None if self._partial is None else self._partial.grad
+
+    @partial_grad.setter
+    def partial_grad(self, grad: torch.Tensor | None) -> None:
+        if grad is None:
+            self.unit.accumulating_partially.discard(self)
+            if self._partial is not None:
+                self._partial.grad = None
+        else:
+            self.unit.accumulating_partially.add(self)
+            self.partial.grad = grad
 
     @property
     def accumulated_grad(self) -> torch.Tensor | None:

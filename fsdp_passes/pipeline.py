@@ -28,12 +28,13 @@ from fsdp_passes._torch_compat import (
     trace_artifact,
 )
 from fsdp_passes.generated_code import check_generated_code
-from fsdp_passes.ops import REDUCE_GRAD, UNSHARD
+from fsdp_passes.ops import REDUCE_GRAD, REDUCE_REPLICAS, UNSHARD
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.passes.agree_on_schedule import agree_on_schedule
 from fsdp_passes.passes.annotate_collectives import annotate_collectives
 from fsdp_passes.passes.annotate_regions import annotate_regions
 from fsdp_passes.passes.bucket_all_gathers import bucket_all_gathers
+from fsdp_passes.passes.bucket_all_reduces import bucket_all_reduces
 from fsdp_passes.passes.bucket_reduce_scatters import bucket_reduce_scatters
 from fsdp_passes.passes.pin_schedule import pin_schedule
 from fsdp_passes.passes.prefetch_across_graphs import prefetch_across_graphs
@@ -198,6 +199,8 @@ class LowerAndSchedule(CustomGraphPass):
         keep("traced")
         mode = options.bucket_mode
         run("bucket_all_gathers", lambda: bucket_all_gathers(graph, bucket_mode=mode))
+        if graph.find_nodes(op="call_function", target=REDUCE_REPLICAS):
+            run("bucket_all_reduces", lambda: bucket_all_reduces(graph, bucket_mode=mode))
         run("bucket_reduce_scatters", lambda: bucket_reduce_scatters(graph, bucket_mode=mode))
         keep("bucketed")
         run("schedule_one_layer_ahead", lambda: schedule_one_layer_ahead(graph, prefetch=options.prefetch))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from fsdp_passes._torch_compat import gradient_hooks, local_tensor, make_dtensor, reduce_scatter_coalesced
+from fsdp_passes._torch_compat import gradient_hooks, reduce_scatter_coalesced
+from fsdp_passes.context import FinishReduction
+from fsdp_passes.gradients import keep_until_read, write_gradients
+from fsdp_passes.mesh import num_replicas, num_shards, shard_group
 from fsdp_passes.ops import GradientDivision, gradient_division, group_averages
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import REDUCE_SCATTER_REGION, pop_region, push_region, region_name
+from fsdp_passes.replicas import pass_on
 from fsdp_passes.unit import FsdpUnit
 
 
@@ -32,7 +34,7 @@ def reduce_gradients(unit: FsdpUnit, params: list[FsdpParameter]) -> None:
         groups.setdefault(param.reduce_dtype, []).append(param)
     for dtype, members in groups.items():
         division = gradient_division(
-            unit.mesh.size(), dtype, unit.divide_factor, averages=group_averages(members[0].group_name)
+            num_shards(unit.mesh), dtype, unit.divide_factor, averages=group_averages(members[0].group_name)
         )
         packed = [_pack(param, division) for param in members]
         start = _Reduction(unit, members, packed, division).start
@@ -63,7 +65,8 @@ def _pack(param: FsdpParameter, division: GradientDivision) -> torch.Tensor:
 
 
 class _Reduction:
-    """One reduce-scatter, from its packed input to the sharded gradients."""
+    """One reduce-scatter, from its packed input to the sharded gradients; or to the all-reduce over the replicas, where
+    there are some."""
 
     def __init__(
         self, unit: FsdpUnit, params: list[FsdpParameter], packed: list[torch.Tensor], division: GradientDivision
@@ -71,65 +74,49 @@ class _Reduction:
         self.unit = unit
         self.params = params
         self.division = division
+        self.is_final = num_replicas(unit.mesh) == 1
+        self.reduces_replicas = unit.reduces_replicas
         # Held until the reduction is done: their memory belongs to the compute stream, which could reuse it at once.
         self.packed = packed
 
-    def start(self) -> Callable[[bool], None]:
+    def start(self) -> FinishReduction:
         """Start it on the communication stream; call the result with True to wait for it and write the gradients, or
         with False to wait only."""
         context, device = self.unit.context, self.packed[0].device
-        group = self.unit.mesh.get_group()
         push_region(region_name(self.unit.display_name, REDUCE_SCATTER_REGION))
         with context.on_communication_stream(device):
             outputs = [
                 packed.new_empty((param.rows_per_rank, *packed.shape[1:]))
                 for param, packed in zip(self.params, self.packed, strict=True)
             ]
-            work = reduce_scatter_coalesced(outputs, self.packed, group, average=self.division.reduce_op == "avg")
+            work = reduce_scatter_coalesced(
+                outputs, self.packed, shard_group(self.unit.mesh), average=self.division.reduce_op == "avg"
+            )
             done = None
             if device.type == "cuda":
                 work.wait()  # the communication stream waits, not the host
                 # Hooks are the user's code and may step an optimizer: they run on the compute stream, behind the wait.
-                is_written = not any(any(gradient_hooks(param.sharded_param)) for param in self.params)
+                has_hooks = any(any(gradient_hooks(param.sharded_param)) for param in self.params)
+                is_written = self.is_final and not has_hooks
                 if is_written:
-                    self._write(outputs)
+                    write_gradients(self.params, outputs, self.division)
                 done = torch.cuda.current_stream(device).record_event()
         pop_region()
 
-        def finish(write: bool) -> None:
+        def finish(write: bool) -> FinishReduction | None:
             if done is None:
                 work.wait()
-                if write:
-                    self._write(outputs)
             else:
                 # The optimizer must not read gradients that are still being reduced, and the packed inputs must not
                 # be reused before the reduction has read them.
                 torch.cuda.current_stream(device).wait_event(done)
-                if write and not is_written:
-                    self._write(outputs)
             self.packed = []
+            if not write or (done is not None and is_written):
+                return None
+            if not self.is_final:
+                return pass_on(self.unit, self.params, outputs, self.division, done, reduce=self.reduces_replicas)
+            keep_until_read(outputs)
+            write_gradients(self.params, outputs, self.division)
+            return None
 
         return finish
-
-    def _write(self, outputs: list[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for param, output in zip(self.params, outputs, strict=True):
-                if self.division.reduce_op != "avg":
-                    output.mul_(self.division.after)
-                accumulate_gradient(param.sharded_param, output[: param.local_rows].to(param.orig_dtype))
-
-
-def accumulate_gradient(param: torch.Tensor, local: torch.Tensor) -> None:
-    """Add a reduced gradient to `.grad` of a DTensor, with the hooks that autograd would call."""
-    before, after = gradient_hooks(param)
-    grad: torch.Tensor = make_dtensor(local, param)
-    for hook in before:
-        changed = hook(grad)
-        grad = grad if changed is None else changed
-    if param.grad is None:
-        param.grad = grad
-    else:
-        local_tensor(param.grad).add_(local_tensor(grad))
-    for hook in after:
-        with torch.enable_grad():  # as autograd calls it
-            hook(param)

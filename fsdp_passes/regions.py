@@ -20,6 +20,7 @@ FORWARD_COMPUTE = "forward_compute"
 BACKWARD_COMPUTE = "backward_compute"
 ALL_GATHER_REGION = "all_gather"
 REDUCE_SCATTER_REGION = "reduce_scatter"
+ALL_REDUCE_REGION = "all_reduce"
 
 
 def region_name(unit: str, phase: str) -> str:

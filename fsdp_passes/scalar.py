@@ -13,8 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_passes._torch_compat import is_in_backward, local_tensor
+from fsdp_passes.gradients import accumulate_gradient
+from fsdp_passes.mesh import num_replicas, placements_on
 from fsdp_passes.ops import gradient_division
-from fsdp_passes.reduction import accumulate_gradient
 
 if TYPE_CHECKING:
     from fsdp_passes.unit import FsdpUnit
@@ -35,7 +36,7 @@ class FsdpScalar:
         self.mp_policy = mp_policy
         self.unit: FsdpUnit
         self.references: list[tuple[nn.Module, str]] = []
-        replicated = DTensor.from_local(param.detach().clone(), mesh, [Replicate()], run_check=False)
+        replicated = DTensor.from_local(param.detach().clone(), mesh, placements_on(mesh, Replicate()), run_check=False)
         self.adopted_param = nn.Parameter(replicated, requires_grad=param.requires_grad)
         self._bind()
 
@@ -87,9 +88,11 @@ class FsdpScalar:
         return self.face()
 
     def _reduce(self, placeholder: torch.Tensor) -> None:
-        """The gradient of a backward is complete: average it over the ranks, unless sync is off and it adds up."""
+        """The gradient of a backward is complete: average it over the ranks, unless sync is off and it adds up. It also
+        adds up whole while nothing is reduced over the replicas."""
         unit, grad = self.unit, placeholder.grad
-        if not unit.syncs_gradients or grad is None:
+        waits = not unit.syncs_gradients or (num_replicas(self.mesh) > 1 and not unit.reduces_replicas)
+        if waits or grad is None:
             return
         placeholder.grad = None
         self.shard()
@@ -98,5 +101,6 @@ class FsdpScalar:
         dtype = self.mp_policy.reduce_dtype or self.param_dtype
         division = gradient_division(self.mesh.size(), dtype, unit.divide_factor, averages=False)
         total = grad.to(dtype) * division.before
-        dist.all_reduce(total, group=self.mesh.get_group())
+        for dim in range(self.mesh.ndim):
+            dist.all_reduce(total, group=self.mesh.get_group(dim))
         accumulate_gradient(self.adopted_param, (total * division.after).to(self.adopted_param.dtype))

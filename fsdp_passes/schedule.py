@@ -12,11 +12,12 @@ from torch import fx
 from fsdp_passes._torch_compat import collective_name, scheduler_node_kind
 from fsdp_passes.gather_ops import START_NEXT_GRAPH
 from fsdp_passes.ops import REGION_BEGIN, REGION_END
-from fsdp_passes.regions import ALL_GATHER_REGION, REDUCE_SCATTER_REGION
+from fsdp_passes.regions import ALL_GATHER_REGION, ALL_REDUCE_REGION, REDUCE_SCATTER_REGION
 
 # The region around a collective has the name of its kind.
 ALL_GATHER = ALL_GATHER_REGION
 REDUCE_SCATTER = REDUCE_SCATTER_REGION
+ALL_REDUCE = ALL_REDUCE_REGION
 
 BUCKET_META = "fsdp_bucket"
 ROLE_META = "fsdp_role"
@@ -25,8 +26,8 @@ PREPARE, START, WAIT, FINISH = "prepare", "start", "wait", "finish"
 
 @dataclasses.dataclass(frozen=True)
 class ShardedShape:
-    """A whole parameter or gradient that a collective carries: its rows without padding, and bytes per row on the
-    wire."""
+    """A whole parameter or gradient that a collective carries, or a part of: its rows without padding, and bytes per
+    row on the wire."""
 
     rows: int
     bytes_per_row: int
@@ -41,17 +42,19 @@ class Bucket:
     """One collective: the parameters of one unit that travel together.
 
     Attributes:
-        kind: ALL_GATHER or REDUCE_SCATTER.
+        kind: ALL_GATHER, REDUCE_SCATTER, or ALL_REDUCE: over the replicas, of what a reduce-scatter made.
         index: position among the buckets of this kind in the graph.
         unit: index of the unit in the graph, in order of first use in the user's code.
         num_params: parameters in it.
-        num_bytes: bytes of the gathered tensors, or of the gradients before reduction, padding included.
+        num_bytes: bytes of the gathered tensors, or of the gradients before reduction, padding included. An all-reduce
+            carries this rank's rows only.
         dtype: dtype on the wire.
         reshard: whether the gathered tensors are dropped after the forward (all-gathers only).
         run: counts the places at which the graph uses the unit, with another unit in between. Gathers of one run are
             started together.
         half: 1 for the second half of a run that is split because nothing can hide it, else 0.
         shapes: what it carries, in order; from them follow its bytes for any number of ranks.
+        num_replicas: ranks that an all-reduce spans; 1 for the other kinds, which span the ranks of one replica.
     """
 
     kind: str
@@ -64,6 +67,7 @@ class Bucket:
     run: int = 0
     half: int = 0
     shapes: tuple[ShardedShape, ...] = dataclasses.field(default=(), compare=False)
+    num_replicas: int = 1
 
     @property
     def group(self) -> tuple[int, int]:
@@ -85,7 +89,8 @@ class ScheduleEvent:
             that runs behind this one is started.
         name: of the graph node or kernel.
         bucket: the collective that is started or awaited.
-        reads: buckets whose results a compute step reads, directly or through views and casts.
+        reads: buckets whose results a compute step reads, directly or through views and casts; of a start, those whose
+            results it sends on.
         is_heavy: whether a compute step holds a matrix product, a convolution or the like.
         text: the region's phase, for region events.
     """
@@ -149,6 +154,21 @@ def gathered_reads(graph: fx.Graph) -> dict[fx.Node, tuple[Bucket, ...]]:
     return reads
 
 
+def sent_on(start: fx.Node) -> tuple[Bucket, ...]:
+    """The collectives whose results the collective that begins at `start` carries: an all-reduce sends on what a
+    reduce-scatter made."""
+    own, found = bucket_of(start), dict[Bucket, None]()
+    pending = list(start.all_input_nodes)
+    while pending:
+        node = pending.pop()
+        bucket = bucket_of(node)
+        if bucket == own:
+            pending += node.all_input_nodes
+        elif bucket is not None and role_of(node) in (WAIT, FINISH):
+            found[bucket] = None
+    return tuple(found)
+
+
 def events_from_graph(graph: fx.Graph) -> list[ScheduleEvent]:
     """The schedule of an FX graph, in the order of its nodes."""
     reads = gathered_reads(graph)
@@ -177,7 +197,7 @@ def _event_of_node(node: fx.Node, reads: dict[fx.Node, tuple[Bucket, ...]]) -> S
         return ScheduleEvent("start_next", node.name)
     if bucket is not None:
         if role == START or (role == WAIT and node.target is torch.ops._c10d_functional.wait_tensor.default):
-            return ScheduleEvent(role, node.name, bucket)
+            return ScheduleEvent(role, node.name, bucket, sent_on(node) if role == START else ())
         return None
     return ScheduleEvent("compute", node.name, reads=reads.get(node, ()), is_heavy=is_heavy(node))
 
@@ -193,10 +213,13 @@ def events_from_kernels(snodes: Sequence[Any], graph: fx.Graph) -> list[Schedule
         if not nodes:
             continue
         kind, name = scheduler_node_kind(snode), snode.get_name()
-        bucket = next((bucket_of(node) for node in nodes if bucket_of(node) is not None), None)
         if kind in ("collective", "wait"):
-            if bucket is not None:
-                events.append(ScheduleEvent("start" if kind == "collective" else "wait", name, bucket))
+            role = START if kind == "collective" else WAIT
+            # The newest: one that reduces in place counts what made its input among its origins.
+            newest = next((node for node in reversed(nodes) if role_of(node) == role), None)
+            if newest is not None:
+                reads = sent_on(newest) if role == START else ()
+                events.append(ScheduleEvent(role, name, bucket_of(newest), reads))
         elif kind == "region":
             marker = _event_of_node(nodes[-1], graph_reads)
             assert marker is not None

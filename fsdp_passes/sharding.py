@@ -52,7 +52,8 @@ def fully_shard(
 
     Args:
         module: changed in place. Modules with parameters change their class to a subclass.
-        mesh: one dimension; by default all ranks.
+        mesh: one dimension, or two: (replicas, shards). Replicas hold equal shards; `fully_shard` sends them those of
+            the first. By default all ranks in one dimension.
         reshard_after_forward: whether gathered parameters are dropped between forward and backward. None: yes, except
             for the root.
         shard_placement_fn: not supported yet.
@@ -128,6 +129,7 @@ def _make_unit(
             is_nested = ours.unit.module in inside
             if not is_nested or owner not in set(ours.unit.module.modules()):
                 unit.borrows_from.append(ours.unit)
+    unit.sync_replicas()  # ranks may have drawn their values from seeds of their own
     module.__dict__["_fsdp_unit"] = unit
     _set_class(module)
     install_hooks(module)

@@ -45,7 +45,11 @@ def check_arguments(
     if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
         raise UnsupportedArgumentError("offload_policy", offload_policy, "Leave it out: parameters stay on the device.")
     if dp_mesh_dims is not None:
-        raise UnsupportedArgumentError("dp_mesh_dims", dp_mesh_dims, "Pass a mesh of one dimension: mesh['shard'].")
+        raise UnsupportedArgumentError(
+            "dp_mesh_dims",
+            dp_mesh_dims,
+            "Pass the dimensions to use as mesh: mesh['shard'] or mesh['replicate', 'shard'].",
+        )
 
 
 def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -56,7 +60,7 @@ def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
         has_nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
         device_type = "cuda" if has_nccl else "cpu"
         return init_device_mesh(device_type, (dist.get_world_size(),))
-    if mesh.ndim != 1:
+    if mesh.ndim > 2:
         raise MeshError(f"one with {mesh.ndim} dimensions, {mesh.mesh_dim_names or tuple(mesh.shape)}")
     return mesh
 

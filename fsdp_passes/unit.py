@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_passes.errors import ProcessGroupGoneError
+from fsdp_passes.mesh import send_to_replicas
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import new_label
 
@@ -25,7 +26,7 @@ ROOT_LABEL = "root"
 
 # What a copy shares with the original, and what it copies; all the rest begins as in a new unit.
 _SETTINGS = {"mesh", "mp_policy", "reshard_after_forward", "name", "is_root", "syncs_gradients", "unshards_in_backward"}
-_SETTINGS |= {"reshards_after_backward", "divide_factor"}
+_SETTINGS |= {"reshards_after_backward", "divide_factor", "reduces_replicas"}
 _COPIED = ("module", "params", "scalars", "borrows_from", "forward_prefetch", "backward_prefetch")
 
 
@@ -62,6 +63,8 @@ class FsdpUnit:
     pending_gather: Callable[[], None] | None = None
     ready_grads: set[FsdpParameter] = dataclasses.field(default_factory=set)
     accumulating: set[FsdpParameter] = dataclasses.field(default_factory=set)  # parameters with `accumulated_grad`
+    # Parameters with `partial_grad`: it waits for the all-reduce over the replicas.
+    accumulating_partially: set[FsdpParameter] = dataclasses.field(default_factory=set)
     are_grads_reduced: bool = False
     has_input_grads: bool = False
     forward_prefetch: list[FsdpUnit] | None = None
@@ -78,9 +81,10 @@ class FsdpUnit:
     # this one.
     borrows_from: list[FsdpUnit] = dataclasses.field(default_factory=list)
     # What the methods of `FsdpModule` set. Whether a backward reduces the gradients or only adds them up, whether it
-    # gathers the parameters, and whether it releases them; what the sum over the ranks is divided by, None for their
-    # number.
+    # reduces them over the replicas too, whether it gathers the parameters, and whether it releases them; what the sum
+    # over the ranks is divided by, None for their number.
     syncs_gradients: bool = True
+    reduces_replicas: bool = True
     unshards_in_backward: bool = True
     reshards_after_backward: bool = True
     divide_factor: float | None = None
@@ -128,6 +132,11 @@ class FsdpUnit:
         """Raise `ProcessGroupGoneError` when the unit cannot communicate any more."""
         if not dist.is_initialized():
             raise ProcessGroupGoneError(self.display_name)
+
+    def sync_replicas(self) -> None:
+        """Overwrite the parameters of all replicas with those of the first. Every rank calls it."""
+        with torch.no_grad():
+            send_to_replicas([param.shard() for param in (*self.params, *self.scalars)], self.mesh)
 
     def rename(self, name: str, *, is_root: bool) -> None:
         """Called when a surrounding module is sharded: only then is the path from the root known."""

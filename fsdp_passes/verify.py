@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Sequence
 
 from fsdp_passes.errors import ScheduleError, ScheduleWarning
-from fsdp_passes.regions import ALL_GATHER_REGION, REDUCE_SCATTER_REGION
+from fsdp_passes.regions import ALL_GATHER_REGION, ALL_REDUCE_REGION, REDUCE_SCATTER_REGION
 from fsdp_passes.schedule import ALL_GATHER, Bucket, ScheduleEvent
 
-_COMMUNICATION_REGIONS = (ALL_GATHER_REGION, REDUCE_SCATTER_REGION)
+_COMMUNICATION_REGIONS = (ALL_GATHER_REGION, REDUCE_SCATTER_REGION, ALL_REDUCE_REGION)
 
 
 @dataclasses.dataclass(frozen=True)

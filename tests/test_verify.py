@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from fsdp_passes.errors import ScheduleError, ScheduleWarning
-from fsdp_passes.schedule import ALL_GATHER, REDUCE_SCATTER, Bucket, ScheduleEvent
+from fsdp_passes.schedule import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Bucket, ScheduleEvent
 from fsdp_passes.verify import check_schedule, verify_schedule
 from tests.graphs import eight_fake_ranks as eight_fake_ranks
 from tests.graphs import transformer_record
@@ -213,3 +214,25 @@ def test_a_unit_that_is_read_again_later_stays_unsharded_and_says_so() -> None:
     text = "g0.start g1.start g0.wait mm(g0) g2.start g1.wait mm(g1) mm(g0) g2.wait mm(g2)"
     report = check_schedule(schedule(text), prefetch=1)
     assert "unit 0: stays unsharded beside the next unit, it is read again later" in report.exceptions
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("r0.start r0.wait a0.start a0.wait", None),
+        ("r0.start a0.start r0.wait a0.wait", "reduce_scatter 0 (unit 0): {start} reads a result before the last wait"),
+        ("r0.start r0.wait a0.start", "all_reduce 0 (unit 0): is started but never awaited"),
+    ],
+)
+def test_an_all_reduce_starts_behind_the_wait_of_what_it_sends_on(text: str, problem: str | None) -> None:
+    reduced = Bucket(REDUCE_SCATTER, 0, 0, 1, 100, torch.float32)
+    events = [
+        dataclasses.replace(event, reads=(reduced,))
+        if event.kind == "start" and event.bucket.kind == ALL_REDUCE
+        else event
+        for event in schedule(text, {"a0": Bucket(ALL_REDUCE, 0, 0, 1, 50, torch.float32, num_replicas=2)})
+    ]
+    problems = check_schedule(events, prefetch=1).problems
+    assert [one.split(" of its bucket")[0] for one in problems] == (
+        [] if problem is None else [problem.format(start="start_1")]
+    )

@@ -15,6 +15,7 @@ give the ring and recursive doubling.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from fsdp_passes.cost.hardware import Cluster
@@ -54,6 +55,21 @@ def collective_us(num_bytes: float, world_size: int, cluster: Cluster) -> float:
         return 0.0
     received = num_bytes * (world_size - 1) / world_size
     return latency_us(world_size, cluster) + received / bandwidth(world_size, cluster) * 1e6
+
+
+def between_replicas(cluster: Cluster, num_shards: int) -> Cluster:
+    """The cluster as ranks see it that hold the same shard: their neighbours in a node hold the others, so that a node
+    has a `num_shards`-th of its ranks for them, and at least one."""
+    return dataclasses.replace(cluster, per_node=max(1, cluster.per_node // num_shards))
+
+
+def all_reduce_us(num_bytes: float, num_replicas: int, num_shards: int, cluster: Cluster) -> float:
+    """Microseconds of one all-reduce of `num_bytes` over replicas of `num_shards` ranks each: a reduce-scatter and an
+    all-gather of the same tensor, started as one."""
+    if num_replicas <= 1:
+        return 0.0
+    cluster = between_replicas(cluster, num_shards)
+    return 2 * collective_us(num_bytes, num_replicas, cluster) - cluster.base_latency_us
 
 
 def _layout(world_size: int, cluster: Cluster) -> tuple[int, int]:

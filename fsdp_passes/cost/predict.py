@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from fsdp_passes.cost.collectives import collective_us
+from fsdp_passes.cost.collectives import all_reduce_us, collective_us
 from fsdp_passes.cost.hardware import Cluster
 from fsdp_passes.cost.op_cost import OpCost
 from fsdp_passes.cost.simulate import TimedStep, simulate
 from fsdp_passes.cost.steps import Step
 from fsdp_passes.cost.timeline import MemoryPoint, Timeline
-from fsdp_passes.schedule import ALL_GATHER, REDUCE_SCATTER, Bucket
+from fsdp_passes.schedule import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Bucket
 
 ONE_ROW = "communication"
-ROWS = {ALL_GATHER: "all_gather stream", REDUCE_SCATTER: "reduce_scatter stream"}
+ROWS = {
+    ALL_GATHER: "all_gather stream",
+    REDUCE_SCATTER: "reduce_scatter stream",
+    ALL_REDUCE: "all_reduce stream",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +29,7 @@ class GraphModel:
         phase: "forward" or "backward".
         steps: in the order to predict.
         unit_names: by unit index.
-        world_size: ranks for which the graph was traced.
+        world_size: ranks over which parameters are sharded, as traced; there may be several replicas of them.
         kept: gathers of the forward whose results this backward still reads (the root's); alive all the time.
         has_one_stream: whether all-gathers and reduce-scatters share a communication stream.
     """
@@ -41,14 +45,26 @@ class GraphModel:
         """Display name; "" for no unit."""
         return self.unit_names[unit] if unit is not None and unit < len(self.unit_names) else ""
 
+    def row_of(self, bucket: Bucket) -> str:
+        """The communication row that a collective queues on. Replicas have a group of their own."""
+        return ONE_ROW if self.has_one_stream and bucket.kind != ALL_REDUCE else ROWS[bucket.kind]
+
     def bucket_bytes(self, bucket: Bucket, world_size: int) -> int:
-        """Bytes of a bucket's whole tensors, padded for `world_size` ranks."""
+        """Bytes of a bucket's whole tensors, padded for `world_size` ranks; of an all-reduce, of a rank's rows."""
         if world_size == self.world_size:
             return bucket.num_bytes
-        return sum(shape.padded_rows(world_size) * shape.bytes_per_row for shape in bucket.shapes)
+        whole: int = sum(shape.padded_rows(world_size) * shape.bytes_per_row for shape in bucket.shapes)
+        return whole // world_size if bucket.kind == ALL_REDUCE else whole
+
+    def bucket_us(self, bucket: Bucket, cluster: Cluster, world_size: int) -> float:
+        """How long a collective takes with the parameters sharded over `world_size` ranks."""
+        num_bytes = self.bucket_bytes(bucket, world_size)
+        if bucket.kind == ALL_REDUCE:
+            return all_reduce_us(num_bytes, bucket.num_replicas, world_size, cluster)
+        return collective_us(num_bytes, world_size, cluster)
 
     def timed_steps(self, cluster: Cluster, world_size: int) -> list[TimedStep]:
-        """Steps with durations; with two streams reduce-scatters have a row of their own."""
+        """Steps with durations; with two streams reduce-scatters have a row of their own, all-reduces always."""
         timed = []
         for step in self.steps:
             unit, bucket = self.unit_name(step.unit), step.bucket
@@ -58,9 +74,8 @@ class GraphModel:
                     duration *= self.world_size / world_size
                 timed.append(TimedStep("compute", step.name, unit, self.phase, duration))
                 continue
-            row = ONE_ROW if self.has_one_stream else ROWS[bucket.kind]
-            num_bytes = self.bucket_bytes(bucket, world_size)
-            duration = collective_us(num_bytes, world_size, cluster) if step.kind == "start" else 0.0
+            row, num_bytes = self.row_of(bucket), self.bucket_bytes(bucket, world_size)
+            duration = self.bucket_us(bucket, cluster, world_size) if step.kind == "start" else 0.0
             timed.append(
                 TimedStep(step.kind, step.name, unit, self.phase, duration, bucket, row, bucket.kind, num_bytes)
             )

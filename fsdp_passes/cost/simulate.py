@@ -27,7 +27,7 @@ class TimedStep:
         duration_us: of a compute step, or of the collective that is started.
         key: tells which start a wait belongs to.
         row: communication row of a start.
-        collective: "all_gather" or "reduce_scatter" for a start.
+        collective: "all_gather", "reduce_scatter" or "all_reduce" for a start.
         num_bytes: of the collective's whole tensors.
     """
 

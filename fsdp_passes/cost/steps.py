@@ -10,6 +10,7 @@ from fsdp_passes.cost.op_cost import OpCost, costs_of_graph
 from fsdp_passes.ownership import unit_of_compute
 from fsdp_passes.schedule import (
     ALL_GATHER,
+    ALL_REDUCE,
     FINISH,
     PREPARE,
     REDUCE_SCATTER,
@@ -47,7 +48,7 @@ class Step:
     is_per_rank: bool = False
 
 
-_ON_SHARDS = ((ALL_GATHER, PREPARE), (REDUCE_SCATTER, FINISH))
+_ON_SHARDS = ((ALL_GATHER, PREPARE), (REDUCE_SCATTER, FINISH), (ALL_REDUCE, PREPARE), (ALL_REDUCE, FINISH))
 
 
 def steps_of_graph(graph: fx.Graph) -> list[Step]:

@@ -17,10 +17,11 @@ from typing import Any
 
 import sympy
 
+from fsdp_passes.cost.collectives import bandwidth, between_replicas, latency_us
 from fsdp_passes.cost.hardware import Cluster
 from fsdp_passes.cost.op_cost import OpCost
 from fsdp_passes.cost.predict import GraphModel, alive_until
-from fsdp_passes.schedule import ALL_GATHER, Bucket
+from fsdp_passes.schedule import ALL_GATHER, ALL_REDUCE, Bucket
 
 WORLD_SIZE = sympy.Symbol("world_size", positive=True, integer=True)
 BANDWIDTH = sympy.Symbol("bandwidth", positive=True)  # bytes per second of one rank
@@ -160,7 +161,7 @@ def graph_cost(model: GraphModel, cluster: Cluster, symbols: Mapping[Any, Any]) 
             segments.append(_Work())
             if step.kind == "start":
                 started[step.bucket] = len(segments) - 1
-                communication += SHARE * bucket_bytes(model, step.bucket)
+                communication += received_bytes(model, step.bucket)
             else:
                 waits.append((step.bucket, len(segments) - 1))
         elif step.cost is not None:
@@ -193,7 +194,7 @@ def _exposures(
     """
     rows: dict[str, list[Bucket]] = {}
     for bucket in started:
-        rows.setdefault("" if model.has_one_stream else bucket.kind, []).append(bucket)
+        rows.setdefault(model.row_of(bucket), []).append(bucket)
     found: dict[Any, list[Any]] = {}
     for row in rows.values():
         place = {bucket: index for index, bucket in enumerate(row)}
@@ -210,7 +211,7 @@ def _exposures(
                 work = _Work()
                 for part in segments[started[buckets[0]] : end]:
                     work.merge(part)
-                communication = sum((_communication_us(model, one) for one in buckets), sympy.Integer(0))
+                communication = sum((_communication_us(model, one, cluster) for one in buckets), sympy.Integer(0))
                 parts.append((communication, work))
                 keys.append((communication, work.key))
             label = f"{model.phase}: {bucket.kind} of {model.unit_name(bucket.unit)}"
@@ -225,8 +226,24 @@ def _exposures(
         yield Exposure(count, races_us[0], queued, previous, bool(parts[0][1].heavy), label)
 
 
-def _communication_us(model: GraphModel, bucket: Bucket) -> sympy.Expr:
-    return LATENCY_US + SHARE * bucket_bytes(model, bucket) / BANDWIDTH * 1_000_000
+def _communication_us(model: GraphModel, bucket: Bucket, cluster: Cluster) -> sympy.Expr:
+    """ "bandwidth" and "latency_us" are those of the ranks that share one copy. Between replicas they are the cluster's,
+    for as many ranks in a copy as were traced."""
+    received = received_bytes(model, bucket)
+    if bucket.kind != ALL_REDUCE:
+        return LATENCY_US + received / BANDWIDTH * 1_000_000
+    cluster = between_replicas(cluster, model.world_size)
+    latency = 2 * latency_us(bucket.num_replicas, cluster) - cluster.base_latency_us
+    return latency + received / bandwidth(bucket.num_replicas, cluster) * 1_000_000
+
+
+def received_bytes(model: GraphModel, bucket: Bucket) -> sympy.Expr:
+    """Bytes that a rank receives in a collective."""
+    if bucket.kind == ALL_REDUCE:
+        # A reduce-scatter and an all-gather of this rank's rows.
+        share = 2 * sympy.Rational(bucket.num_replicas - 1, bucket.num_replicas)
+        return share * bucket_bytes(model, bucket) / WORLD_SIZE
+    return SHARE * bucket_bytes(model, bucket)
 
 
 def bucket_bytes(model: GraphModel, bucket: Bucket) -> sympy.Expr:

@@ -40,7 +40,7 @@ class ExplainedEvent:
         unit: display name of the unit whose collective it is, or whose gathered parameters a compute step reads; ""
             for compute that reads none.
         bytes: of the collective's whole tensors, padding included; 0 for compute.
-        collective: "all_gather", "reduce_scatter" or "" for compute.
+        collective: "all_gather", "reduce_scatter", "all_reduce" or "" for compute.
         name: of the graph's node or of Inductor's kernel.
     """
 
@@ -89,6 +89,7 @@ class Explanation:
     Attributes:
         name: the model's class.
         world_size: ranks over which it is sharded.
+        num_replicas: how many times it is there, each time over as many ranks.
         cluster: the hardware that the times are predicted for.
         graphs: in the order in which they were compiled, each forward before its backward.
         sharded_bytes: of one rank's shards of all parameters.
@@ -101,6 +102,13 @@ class Explanation:
     graphs: tuple[ExplainedGraph, ...]
     sharded_bytes: int
     call: Call = dataclasses.field(repr=False)
+    num_replicas: int = 1
+
+    @property
+    def ranks(self) -> str:
+        """Over which ranks it is sharded, in words."""
+        replicas = f" in each of {self.num_replicas} replicas" if self.num_replicas > 1 else ""
+        return f"{self.world_size} ranks{replicas}"
 
     def __str__(self) -> str:
         return explanation_text(self)
@@ -141,7 +149,7 @@ class Explanation:
         """Write one self-contained page with the timelines of all graphs, before and after scheduling."""
         from fsdp_passes.inspect.page import PageSection, timeline_page
 
-        heading = f"{self.name} over {self.world_size} ranks, predicted for {self.cluster.name}"
+        heading = f"{self.name} over {self.ranks}, predicted for {self.cluster.name}"
         page = timeline_page(heading, [PageSection(title, timelines) for title, timelines in self.sections()])
         pathlib.Path(path).write_text(page, encoding="utf-8")
 
@@ -193,7 +201,8 @@ def explain(
             graphs.append(_explained(graph, graph_model, record, cluster, f"{graph.phase}{number}"))
     sharded = sum(param.padded_local.numel() * param.orig_dtype.itemsize for param in params)
     name = str(type(model).__dict__.get("_fsdp_original_class", type(model)).__name__)
-    return Explanation(name, world_size, cluster, settings, tuple(graphs), sharded, call)
+    replicas = params[0].num_replicas
+    return Explanation(name, world_size, cluster, settings, tuple(graphs), sharded, call, replicas)
 
 
 def _models(record: CompilationRecord, world_size: int, snapshot: str = "scheduled") -> list[GraphModel]:

@@ -28,6 +28,7 @@ def explanation_dict(explanation: Explanation) -> dict[str, Any]:
         "version": VERSION,
         "model": explanation.name,
         "world_size": explanation.world_size,
+        "num_replicas": explanation.num_replicas,
         "sharded_bytes": explanation.sharded_bytes,
         "hardware": cluster,
         "options": options,

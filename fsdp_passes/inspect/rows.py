@@ -16,8 +16,8 @@ class UnitRow:
 
     Attributes:
         unit: display name.
-        collective: "all_gather" or "reduce_scatter".
-        num_bytes: of its whole tensors, padding included.
+        collective: "all_gather", "reduce_scatter" or "all_reduce".
+        num_bytes: of its whole tensors, padding included; of an all-reduce, of one rank's rows.
         starts_before: the unit that computes next behind its start; "" at the end of the graph.
         awaited_before: the unit that computes next behind its wait.
         behind: the units that compute in between, in order.

@@ -17,7 +17,7 @@ LEAVE = "leave"  # from its begin, the unit no longer computes
 RESET = "reset"  # no unit computes
 
 _COLLECTIVE_KERNEL = re.compile(r"(?:void )?(?:nccl|rccl|msccl)", re.IGNORECASE)
-_OURS = re.compile(r"FSDP:([^:].*):(forward_compute|backward_compute|all_gather|reduce_scatter)")
+_OURS = re.compile(r"FSDP:([^:].*):(forward_compute|backward_compute|all_gather|reduce_scatter|all_reduce)")
 _FSDP2 = re.compile(r"FSDP::(\w+?)(?: \((.*)\)| for (.+))?")
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _ROLES = {
@@ -70,7 +70,7 @@ def meaning_of(annotation: str) -> Meaning | None:
         unit, what = ours.groups()
         if what.endswith("_compute"):
             return Meaning(COMPUTE, unit, what.removesuffix("_compute"))
-        return Meaning(COMMUNICATION, unit, "backward" if what == "reduce_scatter" else "")
+        return Meaning(COMMUNICATION, unit, "" if what == "all_gather" else "backward")
     fsdp2 = _FSDP2.fullmatch(annotation)
     if fsdp2 is None:
         return None

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from fsdp_passes.schedule import is_heavy
+from fsdp_passes.ops import REDUCE_GRAD
+from fsdp_passes.schedule import ShardedShape, is_heavy
 
 # A collective of fewer bytes is mostly latency: two of them would take longer than the one they were.
 MIN_SPLIT_BYTES = 32 * 2**20
@@ -58,6 +59,24 @@ def split_units(
             halves = split_in_halves(members, num_bytes, small_end=exposed_end)
             parts.update({node: Part(part.run, half) for node, half in halves.items()})
     return parts
+
+
+def reduction_parts(graph: fx.Graph) -> dict[fx.Node, Part]:
+    """The part of each `reduce_grad` node, in graph order. What is made last, so that nothing can hide it, is reduced
+    in two halves."""
+    reductions = graph.find_nodes(op="call_function", target=REDUCE_GRAD, sort=True)
+    return split_units(graph, reductions, reduced_bytes, exposed_end="last")
+
+
+def reduced_bytes(node: fx.Node) -> int:
+    """Bytes on the wire of the whole gradient of a `reduce_grad` node, padding included."""
+    return int(node.meta["val"].numel() * node.args[3] * node.args[5].itemsize)  # type: ignore[operator,union-attr]
+
+
+def gradient_shape(node: fx.Node) -> ShardedShape:
+    """The whole gradient of a `reduce_grad` node."""
+    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    return ShardedShape(int(shape[0]), shape[1:].numel() * node.args[5].itemsize)  # type: ignore[union-attr]
 
 
 def _unit_of(node: fx.Node) -> int:

@@ -7,10 +7,10 @@ import operator
 import torch
 from torch import fx
 
-from fsdp_passes.ops import REDUCE_GRAD, GradientDivision, c10d, gradient_division, group_averages
+from fsdp_passes.ops import GradientDivision, c10d, gradient_division, group_averages
 from fsdp_passes.passes._graph import BucketBuilder, aten
-from fsdp_passes.passes._parts import Part, split_units
-from fsdp_passes.schedule import FINISH, PREPARE, REDUCE_SCATTER, START, WAIT, Bucket, ShardedShape
+from fsdp_passes.passes._parts import Part, gradient_shape, reduced_bytes, reduction_parts
+from fsdp_passes.schedule import FINISH, PREPARE, REDUCE_SCATTER, START, WAIT, Bucket
 
 
 def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
@@ -27,10 +27,9 @@ def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]
 
     Does nothing without `reduce_grad` nodes.
     """
-    reductions = graph.find_nodes(op="call_function", target=REDUCE_GRAD, sort=True)
-    parts = split_units(graph, reductions, _wire_bytes, exposed_end="last")
+    parts = reduction_parts(graph)
     groups: dict[tuple[int, Part, torch.dtype, str], list[fx.Node]] = {}
-    for node in reductions:
+    for node in parts:
         _, _, unit, _, group_name, reduce_dtype, *_ = node.args
         groups.setdefault((unit, parts[node], reduce_dtype, group_name), []).append(node)
     order = {node: index for index, node in enumerate(graph.nodes)}
@@ -38,10 +37,10 @@ def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]
     by_last_grad = sorted(groups.items(), key=lambda item: max(order[node] for node in item[1]))
     buckets: list[Bucket] = []
     for (unit, part, dtype, group_name), nodes in by_last_grad:
-        wire_bytes = sum(map(_wire_bytes, nodes))
+        wire_bytes = sum(map(reduced_bytes, nodes))
         bucket = Bucket(
             *(REDUCE_SCATTER, len(buckets), unit, len(nodes), wire_bytes, dtype, True),
-            *(part.run, part.half, tuple(map(_shape, nodes))),
+            *(part.run, part.half, tuple(map(gradient_shape, nodes))),
         )
         last = max(nodes, key=lambda node: order[node])
         builder = BucketBuilder(graph, bucket, last)
@@ -53,15 +52,6 @@ def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]
             graph.erase_node(node)
         buckets.append(bucket)
     return buckets
-
-
-def _wire_bytes(node: fx.Node) -> int:
-    return int(node.meta["val"].numel() * node.args[3] * node.args[5].itemsize)  # type: ignore[operator,union-attr]
-
-
-def _shape(node: fx.Node) -> ShardedShape:
-    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
-    return ShardedShape(int(shape[0]), shape[1:].numel() * node.args[5].itemsize)  # type: ignore[union-attr]
 
 
 def _reduce_coalesced(
@@ -139,6 +129,6 @@ def _contiguous(builder: BucketBuilder, node: fx.Node) -> fx.Node:
 
 
 def _finish(builder: BucketBuilder, reduced: fx.Node, node: fx.Node, division: GradientDivision) -> fx.Node:
-    if division.reduce_op != "avg":
+    if division.after != 1.0:
         reduced = builder.call(FINISH, aten.mul.Tensor, reduced, division.after)
     return builder.cast(FINISH, reduced, node.args[6])  # type: ignore[arg-type]

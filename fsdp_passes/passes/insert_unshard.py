@@ -10,6 +10,7 @@ from torch import fx
 
 from fsdp_passes._torch_compat import set_dynamo_source
 from fsdp_passes.ops import UNSHARD
+from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.passes._uses import ParameterUse
 
 
@@ -20,8 +21,8 @@ def insert_unshard(gm: fx.GraphModule, uses: Sequence[ParameterUse], *, reduce_g
     After:   unshard(weight_shard, label_0, ...) ; linear(x, unshard)
 
     One input per unit is appended, in order of unit index: the unit's identity as data (its label). Behind them comes
-    one for each parameter whose gradient is kept whole, in order of `uses`: the full-shaped parameter (see
-    `ops.unshard`).
+    one for each parameter whose gradient is not reduced, or not over the replicas, in order of `uses`: its sink (see
+    `whole` and `partial` in `ops.unshard`).
     `reduce_group_suffix` is appended to the group's name for the gradient's reduction.
 
     Requires: a graph straight from Dynamo. Does nothing without uses, or where they are gathered already.
@@ -40,22 +41,18 @@ def insert_unshard(gm: fx.GraphModule, uses: Sequence[ParameterUse], *, reduce_g
         label_nodes[index] = last
         label_from.append(next(i for i, use in enumerate(uses) if use.unit_index == index))
 
-    whole_nodes: dict[ParameterUse, fx.Node] = {}
+    sinks: dict[ParameterUse, fx.Node] = {}
     for use in uses:
-        if use.param.keeps_whole_grad:
+        if use.param.grad_sink is not None:
+            kind = "whole" if use.param.keeps_whole_grad else "partial"
             with gm.graph.inserting_after(last):
-                last = gm.graph.placeholder(f"whole_{use.position}", type_expr=torch.Tensor)
+                last = gm.graph.placeholder(f"{kind}_{use.position}", type_expr=torch.Tensor)
             set_dynamo_source(last)
-            whole_nodes[use] = last
+            sinks[use] = last
 
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
     for use in uses:
         param = use.param
-        # Left out where they say nothing, so that graphs stay short to read.
-        more: list[Any] = (
-            [param.unit.divide_factor] if use in whole_nodes or param.unit.divide_factor is not None else []
-        )
-        more += [whole_nodes[use]] if use in whole_nodes else []
         first = min(use.node.users, key=lambda user: order[user])
         with gm.graph.inserting_before(first):
             gathered = gm.graph.call_function(
@@ -71,7 +68,7 @@ def insert_unshard(gm: fx.GraphModule, uses: Sequence[ParameterUse], *, reduce_g
                     param.param_dtype,
                     param.reduce_dtype,
                     param.unit.reshards_after_forward,
-                    *more,
+                    *_gradient_arguments(param, sinks.get(use)),
                 ),
             )
         for user in [user for user in use.node.users if user is not gathered]:
@@ -81,3 +78,13 @@ def insert_unshard(gm: fx.GraphModule, uses: Sequence[ParameterUse], *, reduce_g
         use.node.meta.pop("tensor_dict", None)
     gm.recompile()
     return label_from
+
+
+def _gradient_arguments(param: FsdpParameter, sink: fx.Node | None) -> list[Any]:
+    """From `divide_factor` on; left out at the end where they are the defaults, so that graphs stay short to read."""
+    arguments: list[Any] = [param.unit.divide_factor]
+    if sink is not None:
+        return [*arguments, sink] if param.keeps_whole_grad else [*arguments, None, sink]
+    if param.num_replicas > 1:
+        return [*arguments, None, None, param.num_replicas, param.replica_group_name]
+    return arguments if arguments[0] is not None else []

@@ -15,6 +15,7 @@ from fsdp_passes.schedule import (
     gathered_reads,
     is_heavy,
     role_of,
+    sent_on,
 )
 
 
@@ -31,7 +32,10 @@ def schedule_one_layer_ahead(graph: fx.Graph, *, prefetch: int) -> bool:
     A reduce-scatter starts as soon as its last gradient exists. When the next unit's boundary follows without a matrix
     product in between, the boundary's all-gather goes first: somebody waits for it soon, and on one communication
     stream it would otherwise queue behind a reduction that nobody waits for. The reduction's own wait comes behind the
-    next reduction's start, so that at most two units' whole gradients are alive.
+    next reduction's start, so that at most two units' whole gradients are alive. An all-reduce over replicas starts
+    where its reduce-scatter is awaited, and is awaited itself one reduction later:
+
+        start(rs 1) wait(rs 2) start(ar 2) wait(ar 3) compute(0) start(rs 0) wait(rs 1) start(ar 1) wait(ar 2)
 
     The compute itself keeps its order, and so do the user's own collectives. The exception are small steps that
     nothing but the backward reads and that the partitioner left at the end of the forward (a norm's scale): they move
@@ -92,6 +96,12 @@ class _Scheduler:
                 part = starts if role_of(node) in (PREPARE, START) else waits
                 part.setdefault(bucket, []).append(node)
         self.starts, self.waits = starts, waits
+        # Reduction -> the one that sends its results on, and the other way round.
+        self.sources = {bucket: sent_on(nodes[-1]) for bucket, nodes in starts.items()}
+        self.following: dict[Bucket, list[Bucket]] = {}
+        for bucket, sources in self.sources.items():
+            for source in sources:
+                self.following.setdefault(source, []).append(bucket)
         position = {node: index for index, node in enumerate(self.compute)}
         self.first_read = self._first_reads(position)
         self.boundaries: dict[int, list[Group]] = {}  # compute position -> the units whose compute begins there
@@ -166,21 +176,33 @@ class _Scheduler:
                 self._emit(self.waits[bucket])
 
     def _emit_reductions(self, buckets: list[Bucket]) -> None:
-        """Start reductions, then wait for those that were in flight before them."""
+        """Start reductions, then wait for those that were in flight before them, and start what sends their results
+        on."""
         for bucket in buckets:
             self._emit(self.starts[bucket])
         if buckets:
-            for earlier in self.awaiting:
-                self._emit(self.waits[earlier])
-            self.awaiting = list(buckets)
+            self._await_reductions(buckets)
+
+    def _await_reductions(self, started: list[Bucket]) -> None:
+        awaited, self.awaiting = self.awaiting, list(started)
+        for earlier in awaited:
+            self._emit(self.waits[earlier])
+            for bucket in self.following.get(earlier, ()):
+                self._emit(self.starts[bucket])
+                self.awaiting.append(bucket)
 
     def _emit_waits_needed_by(self, node: fx.Node) -> None:
         """A compute step may read a reduced gradient (not in a plain backward, but in a user's own graph)."""
         for arg in node.all_input_nodes:
             bucket = bucket_of(arg)
             if bucket is not None and arg not in self.done:
-                self._emit(self.starts[bucket])
-                self._emit(self.waits[bucket])
+                self._emit_whole(bucket)
+
+    def _emit_whole(self, bucket: Bucket) -> None:
+        for source in self.sources[bucket]:
+            self._emit_whole(source)
+        self._emit(self.starts[bucket])
+        self._emit(self.waits[bucket])
 
     def _reaches_boundary(self, index: int) -> bool:
         """Whether the next unit's boundary follows position `index` without anything to hide communication behind."""
@@ -220,8 +242,8 @@ class _Scheduler:
                 self._emit_reductions(held)
                 held = []
         self._emit_reductions(held)
-        for bucket in self.awaiting:
-            self._emit(self.waits[bucket])
+        while self.awaiting:
+            self._await_reductions([])
         return self._apply()
 
     def _apply(self) -> bool:

@@ -9,7 +9,7 @@ import pathlib
 import pytest
 import torch
 
-from fsdp_passes.cost.collectives import bandwidth, collective_us, latency_us
+from fsdp_passes.cost.collectives import all_reduce_us, bandwidth, collective_us, latency_us
 from fsdp_passes.cost.hardware import ACCELERATORS, ALGORITHMS, CLUSTERS, LINKS, Cluster, Link, find_cluster
 from fsdp_passes.errors import HardwareError
 
@@ -106,3 +106,15 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path: pathlib.Path, content: st
 def test_unknown_hardware_lists_the_known() -> None:
     with pytest.raises(HardwareError, match=r"expected one of a100, h100, h200, b200.*found 'h1000'"):
         find_cluster("h1000")
+
+
+def test_an_all_reduce_between_replicas_by_hand() -> None:
+    # Replicas of 4 ranks fill a node each, so that equal shards are in different nodes: there and back 1 hop of 10 us,
+    # behind 5 us, and half of 8000 bytes at 100 bytes/us.
+    assert all_reduce_us(8000, 2, 4, cluster()) == pytest.approx(5 + 2 * 10 + 2 * 4000 / 100)
+
+
+def test_an_all_reduce_inside_a_node_by_hand() -> None:
+    # Two replicas of 2 ranks share a node.
+    assert all_reduce_us(8000, 2, 2, cluster()) == pytest.approx(5 + 2 * 1 + 2 * 4000 / 1000)
+    assert all_reduce_us(8000, 1, 2, cluster()) == 0

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_passes import explain, fully_shard, overlap_fsdp
@@ -393,3 +394,21 @@ def test_no_bandwidth_hides_what_latency_alone_exposes() -> None:
         cost.evaluate(length=0)
     with pytest.raises(CostValueError, match="world_size: expected a size of the inputs or the bandwidth"):
         cost.hidden_from("world_size")
+
+
+@pytest.mark.usefixtures("eight_fake_ranks")
+def test_replicas_have_rows_times_and_closed_forms_of_their_own(tmp_path: pathlib.Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 4))
+    model = fully_shard(TinyTransformer(dim=64), mesh=mesh, units=["layers.*"])
+    found = explain(model, torch.arange(64) % 10)
+    assert str(found).startswith("TinyTransformer over 4 ranks in each of 2 replicas, times predicted for h100\n")
+    rows = [row for row in found.graphs[1].rows if row.collective == "all_reduce"]
+    assert [row.unit for row in rows] == ["root", "layers.2", "layers.1", "layers.0", "root"]
+    spans = [span for span in found.graphs[1].timeline.spans if span.kind == "all_reduce"]
+    assert {span.row for span in spans} == {"all_reduce stream"}
+    assert all(row.communication_us > 0 for row in rows)
+    # Each rank receives half of the gradients' shards twice (there and back), and of everything else what it lacks.
+    shards = sum(row.num_bytes for row in rows)
+    others = sum(row.num_bytes for graph in found.graphs for row in graph.rows if row.collective != "all_reduce")
+    assert found.cost.evaluate().communication_bytes == shards + others * 3 // 4
+    assert_follows_the_schema(found, tmp_path / "explanation.json")

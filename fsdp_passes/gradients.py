@@ -1,0 +1,46 @@
+"""Reduced gradients on their way into `.grad` of the sharded parameters, outside of graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp_passes._torch_compat import gradient_hooks, local_tensor, make_dtensor
+from fsdp_passes.ops import GradientDivision
+from fsdp_passes.parameter import FsdpParameter
+
+
+def keep_until_read(tensors: Sequence[torch.Tensor]) -> None:
+    """The current stream is about to read tensors of another one, which could give their memory to its next collective
+    as soon as they are dropped. Does nothing on the CPU."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def write_gradients(
+    params: Sequence[FsdpParameter], reduced: Sequence[torch.Tensor], division: GradientDivision
+) -> None:
+    """Scale reduced gradients, of `rows_per_rank` rows, in place and add them to the sharded parameters' `.grad`."""
+    with torch.no_grad():
+        for param, output in zip(params, reduced, strict=True):
+            if division.after != 1.0:
+                output.mul_(division.after)
+            accumulate_gradient(param.sharded_param, output[: param.local_rows].to(param.orig_dtype))
+
+
+def accumulate_gradient(param: torch.Tensor, local: torch.Tensor) -> None:
+    """Add a reduced gradient to `.grad` of a DTensor, with the hooks that autograd would call."""
+    before, after = gradient_hooks(param)
+    grad: torch.Tensor = make_dtensor(local, param)
+    for hook in before:
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    if param.grad is None:
+        param.grad = grad
+    else:
+        local_tensor(param.grad).add_(local_tensor(grad))
+    for hook in after:
+        with torch.enable_grad():  # as autograd calls it
+            hook(param)

@@ -1,0 +1,60 @@
+"""The dimensions of a mesh: parameters are sharded over the last one; along the one before it, ranks are replicas.
+
+On a mesh of one dimension there are no replicas. On one of two, (replicas, shards), the ranks of a row hold one copy of
+the model together, and the ranks of a column hold equal shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate
+
+
+def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks among which parameters are sharded, this one included."""
+    return mesh.get_group(mesh.ndim - 1)
+
+
+def num_shards(mesh: DeviceMesh) -> int:
+    """Ranks in `shard_group`."""
+    return mesh.size(mesh.ndim - 1)
+
+
+def shard_index(mesh: DeviceMesh) -> int:
+    """This rank's place in `shard_group`."""
+    return mesh.get_local_rank(mesh.ndim - 1)
+
+
+def replica_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks that hold the same shards as this one; None where there is no other."""
+    return mesh.get_group(0) if num_replicas(mesh) > 1 else None
+
+
+def num_replicas(mesh: DeviceMesh) -> int:
+    """Copies of the model."""
+    return mesh.size(0) if mesh.ndim > 1 else 1
+
+
+def placements_on(mesh: DeviceMesh, placement: Placement) -> list[Placement]:
+    """`placement` on the dimension of the shards, and equal on all replicas."""
+    return [*[Replicate()] * (mesh.ndim - 1), placement]
+
+
+def send_to_replicas(tensors: Iterable[torch.Tensor], mesh: DeviceMesh) -> None:
+    """Overwrite `tensors` with those of the first replica. Every rank of the mesh calls it with as many tensors of the
+    same shapes; meta tensors have nothing to send."""
+    group = replica_group(mesh)
+    if group is None:
+        return
+    works = [
+        dist.broadcast(tensor, group=group, group_src=0, async_op=True)
+        for tensor in tensors
+        if tensor.device.type != "meta"
+    ]
+    for work in works:
+        assert work is not None
+        work.wait()

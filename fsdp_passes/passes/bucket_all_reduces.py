@@ -1,0 +1,106 @@
+"""Average the reduced gradients of one unit over the replicas with one collective."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from fsdp_passes.ops import REDUCE_REPLICAS, GradientDivision, c10d, gradient_division, group_averages
+from fsdp_passes.passes._graph import BucketBuilder, aten
+from fsdp_passes.passes._parts import Part, gradient_shape, reduced_bytes, reduction_parts
+from fsdp_passes.schedule import ALL_REDUCE, FINISH, PREPARE, START, WAIT, Bucket
+
+
+def bucket_all_reduces(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
+    """Replace the `reduce_replicas` nodes behind the gradients that are reduced together by one all-reduce per dtype.
+
+    Before:  s1 = reduce_grad(g1) ; r1 = reduce_replicas(s1) ; mm ; s0 = reduce_grad(g0) ; r0 = reduce_replicas(s0)
+    After:   s1 = reduce_grad(g1) ; mm ; s0 = reduce_grad(g0) ; ar = all_reduce([s1, s0]) ; r1 = scale(wait(ar[0])) ; …
+
+    The results are scaled by 1 / replicas where the backend cannot average, and cast to the parameter's dtype.
+    bucket_mode as in `bucket_all_gathers`.
+
+    Runs before `bucket_reduce_scatters`, which makes one collective of the same gradients. Does nothing without
+    `reduce_replicas` nodes (a mesh of one dimension).
+    """
+    parts = reduction_parts(graph)
+    groups: dict[tuple[int, Part, torch.dtype, str], list[fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=REDUCE_REPLICAS, sort=True):
+        _, _, unit, _, group_name, reduce_dtype, *_ = node.args
+        groups.setdefault((unit, parts[_source(node)], reduce_dtype, group_name), []).append(node)
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    buckets: list[Bucket] = []
+    # Numbered in the order in which they can start.
+    for (unit, part, dtype, group_name), nodes in sorted(groups.items(), key=lambda item: order[item[1][-1]]):
+        sources = [_source(node) for node in nodes]
+        num_bytes = sum(reduced_bytes(source) // source.args[3] for source in sources)  # type: ignore[operator]
+        shapes = tuple(map(gradient_shape, sources))
+        bucket = Bucket(
+            *(ALL_REDUCE, len(buckets), unit, len(nodes), num_bytes, dtype, True),
+            *(part.run, part.half, shapes, int(nodes[0].args[3])),  # type: ignore[arg-type]
+        )
+        last = nodes[-1]
+        builder = BucketBuilder(graph, bucket, last)
+        with graph.inserting_before(last):
+            lower = _reduce_packed if bucket_mode == "packed" else _reduce_coalesced
+            results = lower(builder, nodes, group_name)
+        for node, result in zip(nodes, results, strict=True):
+            node.replace_all_uses_with(result)
+            graph.erase_node(node)
+        buckets.append(bucket)
+    return buckets
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The `reduce_grad` node whose result this one averages."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _reduce_coalesced(builder: BucketBuilder, nodes: list[fx.Node], group_name: str) -> list[fx.Node]:
+    division = _division(nodes[0])
+    grads = [_prepare(builder, node, division) for node in nodes]
+    target, name = c10d.all_reduce_coalesced.default, f"all_reduce_{builder.bucket.index}"
+    start = builder.call(START, target, grads, division.reduce_op, group_name, name=name)
+    items = [builder.call(WAIT, operator.getitem, start, i) for i in range(len(nodes))]
+    waits = [builder.call(WAIT, c10d.wait_tensor.default, item) for item in items]
+    return [_finish(builder, wait, node, division) for wait, node in zip(waits, nodes, strict=True)]
+
+
+def _reduce_packed(builder: BucketBuilder, nodes: list[fx.Node], group_name: str) -> list[fx.Node]:
+    division = _division(nodes[0])
+    grads = [_prepare(builder, node, division) for node in nodes]
+    flat = builder.call(
+        PREPARE, aten.cat.default, [builder.call(PREPARE, aten.view.default, grad, [-1]) for grad in grads]
+    )
+    target, name = c10d.all_reduce.default, f"all_reduce_{builder.bucket.index}"
+    start = builder.call(START, target, flat, division.reduce_op, group_name, name=name)
+    wait = builder.call(WAIT, c10d.wait_tensor.default, start)
+    results, offset = [], 0
+    for node, grad in zip(nodes, grads, strict=True):
+        shape = grad.meta["val"].shape
+        part = builder.call(FINISH, aten.slice.Tensor, wait, 0, offset, offset + shape.numel())
+        part = builder.call(FINISH, aten.view.default, part, list(shape))
+        results.append(_finish(builder, part, node, division))
+        offset += shape.numel()
+    return results
+
+
+def _division(node: fx.Node) -> GradientDivision:
+    _, _, _, num_replicas, group_name, dtype, _, *factor = node.args
+    averages = group_averages(group_name)  # type: ignore[arg-type]
+    return gradient_division(num_replicas, dtype, *(factor or [None]), averages=averages)  # type: ignore[arg-type]
+
+
+def _prepare(builder: BucketBuilder, node: fx.Node, division: GradientDivision) -> fx.Node:
+    source = _source(node)
+    return source if division.before == 1.0 else builder.call(PREPARE, aten.mul.Tensor, source, division.before)
+
+
+def _finish(builder: BucketBuilder, reduced: fx.Node, node: fx.Node, division: GradientDivision) -> fx.Node:
+    if division.after != 1.0:
+        reduced = builder.call(FINISH, aten.mul.Tensor, reduced, division.after)
+    return builder.cast(FINISH, reduced, node.args[6])  # type: ignore[arg-type]
