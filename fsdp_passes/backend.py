@@ -26,6 +26,7 @@ from fsdp_passes._torch_compat import (
 )
 from fsdp_passes.agreement import has_peers
 from fsdp_passes.compiled_call import Compiled, CompiledCall, parameter_at
+from fsdp_passes.context import set_mesh_timeout
 from fsdp_passes.debug import CheckedInterpreter, debug_flags
 from fsdp_passes.errors import NothingShardedWarning
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
@@ -117,8 +118,11 @@ def compile_sharded(
     units = {use.unit_index: use.param.unit for use in uses}
     record = start_record([units[index].display_name for index in sorted(units)], settings)
     backends = tuple(sorted({dist.get_backend(unit.mesh.get_group()) for unit in units.values()}))
-    group_names = {use.param.group_name for use in uses}
-    lower = LowerAndSchedule(settings, record, backends, has_peers=any(map(has_peers, sorted(group_names))))
+    group_names = sorted({use.param.group_name for use in uses})
+    if settings.collective_timeout_s:
+        for unit in units.values():
+            set_mesh_timeout(unit.mesh, float(settings.collective_timeout_s))
+    lower = LowerAndSchedule(settings, record, backends, has_peers=any(map(has_peers, group_names)))
     inputs = place(gm, _local_inputs(example_inputs, [use.position for use in uses], label_from))
     return _compile_inner(gm, inputs, settings, inductor_options, lower), label_from
 

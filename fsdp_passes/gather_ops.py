@@ -19,6 +19,7 @@ from fsdp_passes.ops import c10d, library
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import ALL_GATHER_REGION, label_owner, pop_region, push_region, region_name
 from fsdp_passes.unit import FsdpUnit
+from fsdp_passes.watchdog import await_named
 
 if TYPE_CHECKING:
     from fsdp_passes.context import FsdpContext
@@ -86,7 +87,7 @@ def _all_gather_ahead(
         versions, gathered = found
         if versions == [param.values_version for param in params]:
             return gathered
-        _wait(gathered)  # an optimizer stepped in between
+        _wait(request, gathered)  # an optimizer stepped in between
     return _start(shards, world_size, group_name, dtype, packed)
 
 
@@ -147,12 +148,15 @@ def drop_started(context: FsdpContext, keep: FsdpUnit | None = None) -> None:
     started = context.lookahead.started
     for request in [request for request in started if request.params[0].unit is not keep]:
         _, gathered = started.pop(request)
-        _wait(gathered)
+        _wait(request, gathered)
 
 
-def _wait(gathered: list[Tensor]) -> None:
-    for tensor in gathered:
-        c10d.wait_tensor(tensor)
+def _wait(request: GatherRequest, gathered: list[Tensor]) -> None:
+    def wait() -> None:
+        for tensor in gathered:
+            c10d.wait_tensor(tensor)
+
+    await_named(request.params[0].unit, ALL_GATHER_REGION, request.group_name, wait)
 
 
 def _start_next_graph(label: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
@@ -9,11 +10,13 @@ import torch
 from fsdp_passes._torch_compat import all_gather_coalesced, is_in_backward
 from fsdp_passes.context import DelayedRelease, FsdpContext
 from fsdp_passes.debug import debug_flags, poison
+from fsdp_passes.errors import CollectiveError
 from fsdp_passes.gather_ops import drop_started
 from fsdp_passes.lookahead import Entry
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import ALL_GATHER_REGION, close_regions_above, pop_region, push_region, region_name
 from fsdp_passes.unit import FsdpUnit
+from fsdp_passes.watchdog import await_named, note_awaited_on_stream
 
 
 def start_gather(unit: FsdpUnit) -> None:
@@ -44,13 +47,15 @@ def start_gather(unit: FsdpUnit) -> None:
     pop_region()
     done = stream.record_event() if stream is not None else None
 
+    name = unit.params[0].group_name
+
     def wait() -> None:
         if done is None:
-            for work in works:
-                work.wait()
+            await_named(unit, ALL_GATHER_REGION, name, lambda: [work.wait() for work in works])
         else:
             # Without it the compute stream would read weights that have not arrived.
             torch.cuda.current_stream(device).wait_event(done)
+            note_awaited_on_stream(unit, ALL_GATHER_REGION, name, device)
 
     unit.pending_gather = wait
     unit.gathered_versions = versions
@@ -134,7 +139,9 @@ def undo_interrupted(context: FsdpContext) -> None:
     if context.is_in_forward() or context.is_backward_callback_queued:
         context.forget_reductions()
         context.lookahead.interrupt()
-        drop_started(context)
+        with contextlib.suppress(CollectiveError):  # the first one was raised already, and it says more
+            drop_started(context)
+        context.lookahead.started.clear()
         close_regions_above(0)
         for unit in context.units:
             unit.is_in_compiled_forward = unit.may_run_eagerly = False
@@ -142,6 +149,10 @@ def undo_interrupted(context: FsdpContext) -> None:
                 param.placeholder.grad = param.accumulated_grad = None
             for scalar in unit.scalars:
                 scalar.placeholder.grad = None
-            release(unit)
+            try:
+                release(unit)
+            except CollectiveError:
+                unit.pending_gather = None
+                release(unit)
         context.drain_delayed_releases(0)
     context.phases.clear()

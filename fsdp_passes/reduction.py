@@ -11,6 +11,7 @@ from fsdp_passes.ops import GradientDivision, gradient_division, group_averages
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import REDUCE_SCATTER_REGION, pop_region, push_region, region_name
 from fsdp_passes.unit import FsdpUnit
+from fsdp_passes.watchdog import await_named, note_awaited_on_stream
 
 
 def take_gradients(unit: FsdpUnit, params: list[FsdpParameter]) -> None:
@@ -95,15 +96,18 @@ class _Reduction:
                 done = torch.cuda.current_stream(device).record_event()
         pop_region()
 
+        name = self.params[0].group_name
+
         def finish(write: bool) -> None:
             if done is None:
-                work.wait()
+                await_named(self.unit, REDUCE_SCATTER_REGION, name, work.wait)
                 if write:
                     self._write(outputs)
             else:
                 # The optimizer must not read gradients that are still being reduced, and the packed inputs must not
                 # be reused before the reduction has read them.
                 torch.cuda.current_stream(device).wait_event(done)
+                note_awaited_on_stream(self.unit, REDUCE_SCATTER_REGION, name, device)
                 if write and not is_written:
                     self._write(outputs)
             self.packed = []
