@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_passes.context import Phase, set_mesh_timeout
 from fsdp_passes.errors import NotAUnitError, OptionValueError, UnitInUseError
-from fsdp_passes.gathering import finish_gather, release, start_gather, undo_interrupted
+from fsdp_passes.gathering import finish_gather, release, start_gather, undo
 from fsdp_passes.unit import FsdpUnit, unit_of
 from fsdp_passes.unsupported import UnsupportedMethods
 
@@ -142,8 +142,9 @@ class FsdpModule(UnsupportedMethods):
             set_mesh_timeout(mesh, float(timeout_s))
 
     def reset_iter_state(self) -> None:
-        """Forget a forward or backward that an exception left half-way; the next forward does so by itself."""
-        undo_interrupted(_own_unit(self).context)
+        """Forget a forward or backward that an exception left half-way, and gradients that were accumulated without
+        sync. The next forward does so by itself when the exception came out of this model's own code."""
+        undo(_own_unit(self).context)
 
 
 def _units(module: object, recurse: bool) -> list[FsdpUnit]:

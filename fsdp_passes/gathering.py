@@ -132,27 +132,39 @@ def release_on_demand(context: FsdpContext) -> None:
 
 
 def undo_interrupted(context: FsdpContext) -> None:
-    """A forward or backward that an exception left half-way: release what it gathered, forget what it queued.
-
-    Its gradients are incomplete on this rank and would be added to the next step's.
-    """
+    """A forward or backward that an exception left half-way: undo it."""
     if context.is_in_forward() or context.is_backward_callback_queued:
-        context.forget_reductions()
-        context.lookahead.interrupt()
-        with contextlib.suppress(CollectiveError):  # the first one was raised already, and it says more
-            drop_started(context)
-        context.lookahead.started.clear()
-        close_regions_above(0)
-        for unit in context.units:
-            unit.is_in_compiled_forward = unit.may_run_eagerly = False
-            for param in unit.params:
-                param.placeholder.grad = param.accumulated_grad = None
-            for scalar in unit.scalars:
-                scalar.placeholder.grad = None
-            try:
-                release(unit)
-            except CollectiveError:
-                unit.pending_gather = None
-                release(unit)
-        context.drain_delayed_releases(0)
+        undo(context)
     context.phases.clear()
+
+
+def undo(context: FsdpContext) -> None:
+    """Release what was gathered, forget what was queued, and drop the gradients that are not in `.grad` yet.
+
+    They are incomplete on this rank, or belong to a step that was given up, and would be added to the next step's.
+    """
+    context.forget_reductions()
+    context.lookahead.interrupt()
+    with contextlib.suppress(CollectiveError):  # the first one was raised already, and it says more
+        drop_started(context)
+    context.lookahead.started.clear()
+    close_regions_above(0)
+    for unit in context.units:
+        unit.is_in_compiled_forward = unit.may_run_eagerly = False
+        for scalar in unit.scalars:
+            scalar.placeholder.grad = None
+        try:
+            release(unit)
+        except CollectiveError:
+            unit.pending_gather = None
+            release(unit)
+    forget_whole_gradients(context)
+    context.drain_delayed_releases(0)
+    context.phases.clear()
+
+
+def forget_whole_gradients(context: FsdpContext) -> None:
+    """Drop what backwards without gradient sync have added up, and what an interrupted one has left."""
+    for unit in context.units:
+        for param in unit.params:
+            param.placeholder.grad = param.accumulated_grad = None

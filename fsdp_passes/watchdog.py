@@ -76,7 +76,8 @@ class Watch:
         self._seen_waiting: tuple[Named, str, float] | None = None
         self._since_s = 0.0
         self._beat = 0
-        self._has_mark = self._has_warned = False
+        self._has_mark = True  # of the run before this one, which a launcher has restarted with the same store
+        self._has_warned = False
         self.warning: threading.Thread | None = None
         self._lock = threading.Lock()  # a failure is the last mark
 
