@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --steps 30 # the same
     python examples/train_gpt.py --steps 30 --reference          # one process, not sharded: the same losses
 
-With `--checkpoint DIR` a run that was stopped or killed goes on from its newest checkpoint when started again.
+With `--checkpoint DIR` a run that was stopped or killed goes on from its newest checkpoint when started again; under
+`torchrun --max-restarts 2` that happens by itself when a rank dies (on several machines, see `ranks.join`).
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--bf16", action="store_true", help="compute and gather in bfloat16; float32 weights and sums")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="save there, and go on from what is there")
-    parser.add_argument("--save-every", type=int, metavar="N", help="steps between checkpoints (default: 50)")
+    parser.add_argument(
+        "--save-every", "--checkpoint-every", type=int, metavar="N", help="steps between checkpoints (default: 50)"
+    )
     # Not "--log": torchrun takes that for an abbreviation of its own options, even behind the script's name.
     parser.add_argument("--log-file", type=Path, metavar="FILE", help="write a JSON line for each step")
     return parser
@@ -184,8 +187,8 @@ def main(argv: list[str] | None = None) -> int:
     here = ranks.Ranks(0, 1, torch.device(args.device)) if is_reference else ranks.join(args.device)
     try:
         train(args, here)
-    except checkpoint.CheckpointMismatchError as error:  # every rank reads the same file and ends here
-        if here.rank == 0:
+    except checkpoint.CheckpointError as error:  # on every rank
+        if here.rank == 0 or isinstance(error, checkpoint.DamagedCheckpointError):
             print(f"train_gpt.py: error: {error}", file=sys.stderr)
         return 2
     if not is_reference:

@@ -29,6 +29,7 @@ from torch._inductor.dependencies import WeakDep
 from torch._inductor.virtualized import V
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental import _config as fx_config
@@ -58,6 +59,7 @@ __all__ = [
     "get_hash_for_files",
     "gradient_hooks",
     "group_of",
+    "group_timeout_s",
     "inductor_mode_options",
     "inductor_schedulers_off",
     "init_fake_process_group",
@@ -143,6 +145,13 @@ def group_of(name: str) -> dist.ProcessGroup:
     """The process group that functional collectives know under `name`."""
     resolved: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     return resolved
+
+
+def group_timeout_s(group: dist.ProcessGroup) -> float:
+    """How many seconds a collective of the group may take."""
+    device = next((device for device in group._device_types if device.type != "cpu"), torch.device("cpu"))
+    options = getattr(group._get_backend(device), "options", None)
+    return float(getattr(options, "_timeout", default_pg_timeout).total_seconds())
 
 
 def default_store() -> dist.Store:
@@ -269,6 +278,8 @@ def scheduler_node_kind(snode: Any) -> str:
     if isinstance(inner, ir._CollectiveKernel):
         return "collective"
     overload = getattr(inner, "op_overload", None)
+    if "await_collective" in str(overload):
+        return "none"  # it names the wait behind it, and waits ahead of it
     if overload is not None and str(getattr(overload, "namespace", "")) == "fsdp_passes":
         return "collective" if "all_gather" in str(overload) else "region"
     return "compute"

@@ -27,6 +27,7 @@ from fsdp_passes._torch_compat import (
 )
 from fsdp_passes.agreement import has_peers
 from fsdp_passes.compiled_call import Compiled, CompiledCall, parameter_at
+from fsdp_passes.context import set_mesh_timeout
 from fsdp_passes.debug import CheckedInterpreter, debug_flags
 from fsdp_passes.errors import NothingShardedWarning
 from fsdp_passes.foreign import gathers_parameters
@@ -122,6 +123,9 @@ def compile_sharded(
     group_names = {use.param.group_name for use in uses}
     group_names |= {use.param.replica_group_name for use in uses if use.param.num_replicas > 1}
     backends = tuple(sorted({dist.get_backend(group_of(name)) for name in group_names}))
+    if settings.collective_timeout_s:
+        for unit in units.values():
+            set_mesh_timeout(unit.mesh, float(settings.collective_timeout_s))
     lower = LowerAndSchedule(settings, record, backends, has_peers=any(map(has_peers, sorted(group_names))))
     inputs = place(gm, _local_inputs(example_inputs, [use.position for use in uses], label_from))
     return _compile_inner(gm, inputs, settings, inductor_options, lower), label_from

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_passes._torch_compat import is_in_backward, make_dtensor
 from fsdp_passes.context import ensure_reduce_group
-from fsdp_passes.eager_backward import gradient_sinks
+from fsdp_passes.eager_backward import gradient_sinks, watch_backward
 from fsdp_passes.errors import StaleParametersError
-from fsdp_passes.gathering import release_on_demand
+from fsdp_passes.gathering import forget_whole_gradients, release_on_demand, undo_interrupted
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import FsdpParameter, fsdp_parameter_of
 from fsdp_passes.regions import close_backward_regions, close_regions_above, num_open_regions
@@ -120,17 +120,24 @@ class CompiledCall:
         context = params[0].unit.context
         release_on_demand(context)
         if not is_in_backward():
+            if context.is_backward_callback_queued:
+                undo_interrupted(context)  # the backward before this call raised
             context.is_grad_enabled = torch.is_grad_enabled()
             close_backward_regions()
         context.lookahead.open_requests = None
         depth = num_open_regions()
         try:
-            return self.inner(*inputs)
+            outputs = self.inner(*inputs)
         except BaseException:
             context.lookahead.interrupt()
+            if not is_in_backward():
+                forget_whole_gradients(context)  # of earlier micro-batches: their step is given up
             raise
         finally:
             close_regions_above(depth)
+        if self._with_sink:
+            watch_backward(context, outputs)
+        return outputs
 
     def _fits(self, params: list[FsdpParameter], sharded: list[nn.Parameter]) -> bool:
         """Whether the graph was compiled for such parameters; if not, their placeholders follow them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import datetime
 import enum
 import weakref
 from collections.abc import Callable
@@ -14,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_passes._torch_compat import register_group_alias
-from fsdp_passes.errors import DeviceError, PhaseError
+from fsdp_passes._torch_compat import group_timeout_s, register_group_alias
+from fsdp_passes.errors import CollectiveError, DeviceError, PhaseError
 from fsdp_passes.lookahead import LookAhead
-from fsdp_passes.mesh import shard_group
+from fsdp_passes.mesh import replica_group, shard_group
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.regions import pop_region, push_region
 from fsdp_passes.unit import FsdpUnit
+from fsdp_passes.watchdog import set_collective_timeout
 
 
 class FinishReduction(Protocol):
@@ -267,9 +269,10 @@ class FsdpContext:
         drop it too if it belongs to the backward that failed. What an earlier backward left there is complete."""
         self.delayed_reductions.clear()
         while self.started_reductions:
-            following = self.started_reductions.popleft()(not self.is_backward_callback_queued)
-            if following is not None:
-                self.started_reductions.append(following)
+            with contextlib.suppress(CollectiveError):  # the first one was raised already, and it says more
+                following = self.started_reductions.popleft()(not self.is_backward_callback_queued)
+                if following is not None:
+                    self.started_reductions.append(following)
         self.is_backward_callback_queued = False
         self.finished_backward.clear()
         self._backward_region = None
@@ -289,6 +292,16 @@ def ensure_reduce_group(mesh: DeviceMesh) -> None:
     if group in _reduce_groups:
         return
     ranks = dist.get_process_group_ranks(group)
-    second = dist.new_group(ranks, use_local_synchronization=True, group_desc="fsdp_reduce")
+    timeout = datetime.timedelta(seconds=group_timeout_s(group))
+    second = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc="fsdp_reduce")
     register_group_alias(group.group_name + REDUCE_GROUP_SUFFIX, second)
     _reduce_groups[group] = second
+
+
+def set_mesh_timeout(mesh: DeviceMesh, timeout_s: float) -> None:
+    """Let the later collectives of the mesh's groups wait at most `timeout_s` seconds."""
+    for group in (shard_group(mesh), replica_group(mesh)):
+        if group is not None:
+            set_collective_timeout(group.group_name, timeout_s)
+            if group in _reduce_groups:
+                _reduce_groups[group].set_timeout(datetime.timedelta(seconds=timeout_s))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from fsdp_passes._torch_compat import call_after_backward
@@ -59,6 +60,13 @@ def _queue_end_of_backward(context: FsdpContext) -> None:
     if not context.is_backward_callback_queued:
         context.is_backward_callback_queued = True
         call_after_backward(functools.partial(_end_backward, context))
+
+
+def watch_backward(context: FsdpContext, outputs: Sequence[object]) -> None:
+    """Learn when a backward through `outputs` begins and whether it ends: one that raises must leave no gradient."""
+    tensors = [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
+    if tensors:
+        torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: _queue_end_of_backward(context), mode="any")
 
 
 def watch_gradient(param: FsdpParameter) -> None:

@@ -258,6 +258,30 @@ class ScheduleDisagreementError(FsdpError, RuntimeError):
         )
 
 
+class CollectiveError(FsdpError, RuntimeError):
+    """A collective failed: a rank has ended, or did not take part in it within the process group's timeout.
+
+    Attributes:
+        unit: name of the unit whose collective it was.
+        collective: "all_gather" or "reduce_scatter".
+        waited_s: seconds until the process group gave up.
+        missing_ranks: global ranks that have ended or are somewhere else; () when they are not known.
+    """
+
+    def __init__(
+        self, unit: str, collective: str, waited_s: float, found: str, missing_ranks: Sequence[int], error: Exception
+    ) -> None:
+        """`found`: what the other ranks do. `error`: what the process group raised."""
+        self.unit, self.collective, self.waited_s = unit, collective, waited_s
+        self.missing_ranks = tuple(missing_ranks)
+        super().__init__(
+            f"unit {unit!r}: expected every rank to take part in its {collective}, waited {waited_s:.1f} s and found: "
+            f"{found}. See that rank's log; all ranks must run as many steps, in an evaluation too. "
+            "options={'collective_timeout_s': ...} or model.set_collective_timeout(...) waits longer. The process "
+            f"group says: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        )
+
+
 def _ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:16]) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

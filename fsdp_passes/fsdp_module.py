@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from fsdp_passes.context import Phase
+from fsdp_passes.context import Phase, set_mesh_timeout
 from fsdp_passes.errors import NotAUnitError, OptionValueError, UnitInUseError
-from fsdp_passes.gathering import finish_gather, release, start_gather, undo_interrupted
+from fsdp_passes.gathering import finish_gather, release, start_gather, undo
 from fsdp_passes.unit import FsdpUnit, unit_of
 from fsdp_passes.unsupported import UnsupportedMethods
 
@@ -149,9 +150,19 @@ class FsdpModule(UnsupportedMethods):
         without them (an embedding). Compiled backwards gather only what they read."""
         _own_unit(self).unshards_in_backward = unshard_in_backward
 
+    def set_collective_timeout(self, timeout_s: float) -> None:
+        """Let collectives of this unit and of those nested in it wait at most `timeout_s` seconds (> 0) for a missing
+        rank; then every other rank gets a `CollectiveError` that names it. Acts on the units' process groups, and so on
+        other collectives of these groups too; all ranks should set the same."""
+        if not 0 < timeout_s < math.inf:
+            raise OptionValueError("set_collective_timeout", timeout_s, "a finite number of seconds above 0")
+        for mesh in dict.fromkeys(unit.mesh for unit in _units(self, True)):
+            set_mesh_timeout(mesh, float(timeout_s))
+
     def reset_iter_state(self) -> None:
-        """Forget a forward or backward that an exception left half-way; the next forward does so by itself."""
-        undo_interrupted(_own_unit(self).context)
+        """Forget a forward or backward that an exception left half-way, and gradients that were accumulated without
+        sync. The next forward does so by itself when the exception came out of this model's own code."""
+        undo(_own_unit(self).context)
 
 
 def _units(module: object, recurse: bool) -> list[FsdpUnit]:

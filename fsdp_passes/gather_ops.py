@@ -19,6 +19,7 @@ from fsdp_passes.ops import c10d, library
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import ALL_GATHER_REGION, label_owner, pop_region, push_region, region_name
 from fsdp_passes.unit import FsdpUnit
+from fsdp_passes.watchdog import await_named
 
 if TYPE_CHECKING:
     from fsdp_passes.context import FsdpContext
@@ -106,7 +107,7 @@ def _all_gather_ahead(
             for tensor in found.gathered:
                 register_work(tensor, found.work)  # from here on, the graph's `wait_tensor` waits for it
             return found.gathered
-        found.work.wait()  # an optimizer stepped in between
+        _drop(request, found)  # an optimizer stepped in between
     return _start(shards, world_size, group_name, dtype, packed)
 
 
@@ -168,7 +169,11 @@ def drop_started(context: FsdpContext, keep: FsdpUnit | None = None) -> None:
     """Wait for gathers that were started ahead and that nothing needs after all, and drop their results."""
     started = context.lookahead.started
     for request in [request for request in started if request.params[0].unit is not keep]:
-        started.pop(request).work.wait()
+        _drop(request, started.pop(request))
+
+
+def _drop(request: GatherRequest, started: StartedGather) -> None:
+    await_named(request.params[0].unit, ALL_GATHER_REGION, request.group_name, started.work.wait)
 
 
 def _start_next_graph(label: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
@@ -9,12 +10,14 @@ import torch
 from fsdp_passes._torch_compat import all_gather_coalesced, is_in_backward
 from fsdp_passes.context import DelayedRelease, FsdpContext
 from fsdp_passes.debug import debug_flags, poison
+from fsdp_passes.errors import CollectiveError
 from fsdp_passes.gather_ops import drop_started
 from fsdp_passes.lookahead import Entry
 from fsdp_passes.mesh import shard_group
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import ALL_GATHER_REGION, close_regions_above, pop_region, push_region, region_name
 from fsdp_passes.unit import FsdpUnit
+from fsdp_passes.watchdog import await_named, note_awaited_on_stream
 
 
 def start_gather(unit: FsdpUnit) -> None:
@@ -46,13 +49,15 @@ def start_gather(unit: FsdpUnit) -> None:
     pop_region()
     done = stream.record_event() if stream is not None else None
 
+    name = unit.params[0].group_name
+
     def wait() -> None:
         if done is None:
-            for work in works:
-                work.wait()
+            await_named(unit, ALL_GATHER_REGION, name, lambda: [work.wait() for work in works])
         else:
             # Without it the compute stream would read weights that have not arrived.
             torch.cuda.current_stream(device).wait_event(done)
+            note_awaited_on_stream(unit, ALL_GATHER_REGION, name, device)
 
     unit.pending_gather = wait
     unit.gathered_versions = versions
@@ -129,21 +134,39 @@ def release_on_demand(context: FsdpContext) -> None:
 
 
 def undo_interrupted(context: FsdpContext) -> None:
-    """A forward or backward that an exception left half-way: release what it gathered, forget what it queued.
-
-    Its gradients are incomplete on this rank and would be added to the next step's.
-    """
+    """A forward or backward that an exception left half-way: undo it."""
     if context.is_in_forward() or context.is_backward_callback_queued:
-        context.forget_reductions()
-        context.lookahead.interrupt()
-        drop_started(context)
-        close_regions_above(0)
-        for unit in context.units:
-            unit.is_in_compiled_forward = unit.may_run_eagerly = False
-            for param in unit.params:
-                param.placeholder.grad = param.accumulated_grad = param.partial_grad = None
-            for scalar in unit.scalars:
-                scalar.placeholder.grad = None
-            release(unit)
-        context.drain_delayed_releases(0)
+        undo(context)
     context.phases.clear()
+
+
+def undo(context: FsdpContext) -> None:
+    """Release what was gathered, forget what was queued, and drop the gradients that are not in `.grad` yet.
+
+    They are incomplete on this rank, or belong to a step that was given up, and would be added to the next step's.
+    """
+    context.forget_reductions()
+    context.lookahead.interrupt()
+    with contextlib.suppress(CollectiveError):  # the first one was raised already, and it says more
+        drop_started(context)
+    context.lookahead.started.clear()
+    close_regions_above(0)
+    for unit in context.units:
+        unit.is_in_compiled_forward = unit.may_run_eagerly = False
+        for scalar in unit.scalars:
+            scalar.placeholder.grad = None
+        try:
+            release(unit)
+        except CollectiveError:
+            unit.pending_gather = None
+            release(unit)
+    forget_whole_gradients(context)
+    context.drain_delayed_releases(0)
+    context.phases.clear()
+
+
+def forget_whole_gradients(context: FsdpContext) -> None:
+    """Drop what backwards without gradient sync have added up, and what an interrupted one has left."""
+    for unit in context.units:
+        for param in unit.params:
+            param.placeholder.grad = param.accumulated_grad = param.partial_grad = None

@@ -73,6 +73,8 @@ def _read_line(line: str, origin: dict[str, str]) -> CodeStep | None:
         return CodeStep("start", match[2], (variable,), line)
     if match := _REGION.search(line):
         return CodeStep(match[1], match[2], (), line)
+    if "torch.ops.fsdp_passes.await_collective." in line:
+        return None  # it names the wait behind it, and waits ahead of it
     if match := _START_NEXT.search(line):
         return CodeStep("start_next", match[1], (), line)
     if match := _ITEM.match(line):

@@ -1,8 +1,8 @@
 """The library's operators: schema, fake kernels, autograd formulas.
 
 `unshard`, `reduce_grad` and `reduce_replicas` stand for a parameter's communication while the graph goes through
-AOTAutograd and the partitioner; the bucketing passes replace them with collectives. All have real kernels, so that a graph in
-which they were not replaced still computes the right values. `region_begin` and `region_end` open and close ranges.
+AOTAutograd and the partitioner; the bucketing passes replace them with collectives. All have real kernels, so that a
+graph in which they were not replaced still computes the right values. `region_begin` and `region_end` open and close ranges.
 """
 
 from __future__ import annotations

@@ -39,6 +39,9 @@ class OverlapOptions:
         verify: whether to check the invariants on the graph and on Inductor's final kernel order.
         agreement_timeout_s: before a graph runs for the first time, ranks compare its collectives; how many seconds a
             rank waits for the others, which may still be compiling. 0 switches the comparison off.
+        collective_timeout_s: how many seconds a collective waits for a missing rank before this rank gets an error that
+            names it. None leaves the process group's own timeout, any other number replaces it, also for other
+            collectives of that group; 0 leaves it too, and waits are not watched.
         inductor: further Inductor options, as in `torch.compile(options=...)`.
     """
 
@@ -49,6 +52,7 @@ class OverlapOptions:
     nvtx: bool = True
     verify: bool = True
     agreement_timeout_s: float = 600.0
+    collective_timeout_s: float | None = None
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -61,9 +65,12 @@ class OverlapOptions:
         for name in ("unify_communication_stream", "nvtx", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionValueError(name, getattr(self, name), "True or False")
-        timeout_s = self.agreement_timeout_s
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 <= timeout_s < math.inf:
-            raise OptionValueError("agreement_timeout_s", timeout_s, "a finite number of seconds, 0 for never")
+        if not _is_duration(self.agreement_timeout_s):
+            expected = "a finite number of seconds, 0 for never"
+            raise OptionValueError("agreement_timeout_s", self.agreement_timeout_s, expected)
+        if self.collective_timeout_s is not None and not _is_duration(self.collective_timeout_s):
+            expected = "a finite number of seconds, 0 for unwatched, or None for the process group's own"
+            raise OptionValueError("collective_timeout_s", self.collective_timeout_s, expected)
         if not isinstance(self.inductor, Mapping):
             raise OptionValueError("inductor", self.inductor, "a dict of Inductor options")
         for name in RESERVED_INDUCTOR_OPTIONS:
@@ -87,3 +94,7 @@ class OverlapOptions:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values["inductor"] = sorted((name, repr(value)) for name, value in self.inductor.items())
         return repr(sorted(values.items()))
+
+
+def _is_duration(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value < math.inf

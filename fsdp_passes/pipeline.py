@@ -40,6 +40,7 @@ from fsdp_passes.passes.pin_schedule import pin_schedule
 from fsdp_passes.passes.prefetch_across_graphs import prefetch_across_graphs
 from fsdp_passes.passes.schedule_one_layer_ahead import schedule_one_layer_ahead
 from fsdp_passes.passes.tag_reshard_after_forward import tag_reshard_after_forward
+from fsdp_passes.passes.watch_collectives import watch_collectives
 from fsdp_passes.schedule import (
     ScheduleEvent,
     collective_order_of_kernels,
@@ -216,6 +217,8 @@ class LowerAndSchedule(CustomGraphPass):
                 "agree_on_schedule",
                 lambda: agree_on_schedule(graph, labels=labels, is_backward=backward, timeout_s=timeout_s),
             )
+        if self.has_peers and options.collective_timeout_s != 0:
+            run("watch_collectives", lambda: watch_collectives(graph, labels=labels))
         if options.verify:
             where = f"{result.phase} graph of units {', '.join(self.record.unit_names)}"
             result.report = verify_schedule(result.events, prefetch=options.prefetch, where=where)

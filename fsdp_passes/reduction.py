@@ -13,6 +13,7 @@ from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import REDUCE_SCATTER_REGION, pop_region, push_region, region_name
 from fsdp_passes.replicas import pass_on
 from fsdp_passes.unit import FsdpUnit
+from fsdp_passes.watchdog import await_named, note_awaited_on_stream
 
 
 def take_gradients(unit: FsdpUnit, params: list[FsdpParameter]) -> None:
@@ -103,13 +104,16 @@ class _Reduction:
                 done = torch.cuda.current_stream(device).record_event()
         pop_region()
 
+        name = self.params[0].group_name
+
         def finish(write: bool) -> FinishReduction | None:
             if done is None:
-                work.wait()
+                await_named(self.unit, REDUCE_SCATTER_REGION, name, work.wait)
             else:
                 # The optimizer must not read gradients that are still being reduced, and the packed inputs must not
                 # be reused before the reduction has read them.
                 torch.cuda.current_stream(device).wait_event(done)
+                note_awaited_on_stream(self.unit, REDUCE_SCATTER_REGION, name, device)
             self.packed = []
             if not write or (done is not None and is_written):
                 return None

@@ -15,6 +15,7 @@ from fsdp_passes.ops import GradientDivision, gradient_division, group_averages
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import ALL_REDUCE_REGION, pop_region, push_region, region_name
 from fsdp_passes.unit import FsdpUnit
+from fsdp_passes.watchdog import await_named, note_awaited_on_stream
 
 
 def pass_on(
@@ -107,9 +108,10 @@ def _start_all_reduce(unit: FsdpUnit, params: list[FsdpParameter], grads: list[t
 
     def finish(write: bool) -> None:
         if done is None:
-            work.wait()
+            await_named(unit, ALL_REDUCE_REGION, group.group_name, work.wait)
         else:
             torch.cuda.current_stream(device).wait_event(done)  # as for a reduce-scatter
+            note_awaited_on_stream(unit, ALL_REDUCE_REGION, group.group_name, device)
         if write:
             keep_until_read(grads)
             write_gradients(params, grads, division)

@@ -31,6 +31,7 @@ from fsdp_passes.sharding_plan import (
     plan_units,
 )
 from fsdp_passes.unit import FsdpUnit, unit_of
+from fsdp_passes.watchdog import watch_of
 
 
 def fully_shard(
@@ -141,6 +142,8 @@ def _make_unit(
             context.adopt(nested.context)
         nested.rename(prefix, is_root=False)
     context.units.append(unit)
+    for first in unit.params[:1]:
+        watch_of(first.group_name)  # a rank that waits for this one hears from it before its first collective too
 
 
 def _move_to_device(module: nn.Module, plan: Named, ignored: set[nn.Parameter]) -> None:

@@ -34,6 +34,10 @@ EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
     errors.MutatedParameterError: ("layers.0.weight",),
     errors.ScheduleError: ("forward graph of units root", ["all_gather 0 (unit 0): is started but never awaited", "b"]),
     errors.ScheduleDisagreementError: ("forward graph on group '0': ranks differ", (1,)),
+    errors.CollectiveError: (
+        *("layers.0", "all_gather", 30.0, "rank 1 gives no sign of life", (1,)),
+        RuntimeError("Timed out"),
+    ),
     errors.UseBeforeWaitError: ("aten.mm", "all_gather", "layers.0", "  model.py:3"),
     errors.NotAUnitError: ("Linear",),
     errors.PickledModuleError: ("Linear",),
@@ -136,6 +140,11 @@ This is a defect of fsdp_passes or of an Inductor option that reorders kernels; 
         options={'verify': False} runs the graph unchecked.
 [ScheduleDisagreementError]
 forward graph on group '0': ranks differ
+[CollectiveError]
+unit 'layers.0': expected every rank to take part in its all_gather, waited 30.0 s and found: rank 1 gives no sign
+        of life. See that rank's log; all ranks must run as many steps, in an evaluation too.
+        options={'collective_timeout_s': ...} or model.set_collective_timeout(...) waits longer. The process group
+        says: Timed out
 [UseBeforeWaitError]
 aten.mm: expected the all_gather of unit 'layers.0' to be awaited before its result is read, found it still on its
         way. Wait for it first. The reader:

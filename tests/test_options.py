@@ -27,6 +27,7 @@ OTHER_VALUES: dict[str, Any] = {
     "nvtx": False,
     "verify": False,
     "agreement_timeout_s": 20,
+    "collective_timeout_s": 20,
     "inductor": {"reorder_for_peak_memory": False},
 }
 
@@ -42,7 +43,7 @@ def test_the_defaults() -> None:
         folded(str(OverlapOptions())),
         """\
 OverlapOptions(prefetch=1, inner='inductor', bucket_mode='coalesced', unify_communication_stream=True, nvtx=True,
-        verify=True, agreement_timeout_s=600.0, inductor={})""",
+        verify=True, agreement_timeout_s=600.0, collective_timeout_s=None, inductor={})""",
     )
     assert OverlapOptions.from_dict(None) == OverlapOptions.from_dict({}) == OverlapOptions()
 
@@ -68,8 +69,8 @@ def test_an_unknown_option_lists_the_valid_ones_and_the_closest() -> None:
     assert_expected_inline(
         folded(str(raised.value)),
         """\
-prefech: expected one of the options agreement_timeout_s, bucket_mode, inductor, inner, nvtx, prefetch,
-        unify_communication_stream, verify, found 'prefech'. Did you mean 'prefetch'?""",
+prefech: expected one of the options agreement_timeout_s, bucket_mode, collective_timeout_s, inductor, inner, nvtx,
+        prefetch, unify_communication_stream, verify, found 'prefech'. Did you mean 'prefetch'?""",
     )
 
 
@@ -103,6 +104,13 @@ def test_switches_must_be_true_or_false(name: str, value: Any) -> None:
 def test_a_timeout_must_be_finite_and_not_negative(value: Any) -> None:
     found = message(agreement_timeout_s=value)
     assert found == f"agreement_timeout_s: expected a finite number of seconds, 0 for never, found {value!r}."
+
+
+@pytest.mark.parametrize("value", [-1, True, "10", math.inf, math.nan])
+def test_a_collectives_timeout_may_be_none_too(value: Any) -> None:
+    found = message(collective_timeout_s=value)
+    expected = "a finite number of seconds, 0 for unwatched, or None for the process group's own"
+    assert found == f"collective_timeout_s: expected {expected}, found {value!r}."
 
 
 @pytest.mark.parametrize("value", [None, [], "max-autotune"])

@@ -21,7 +21,7 @@ def explanation_dict(explanation: Explanation) -> dict[str, Any]:
         field.name: getattr(explanation.options, field.name) for field in dataclasses.fields(explanation.options)
     }
     del options["inductor"], options["inner"], options["verify"]  # explain's own, not what the user runs with
-    del options["agreement_timeout_s"]  # shapes no schedule
+    del options["agreement_timeout_s"], options["collective_timeout_s"]  # shape no schedule
     cluster = dataclasses.asdict(explanation.cluster)
     cluster["accelerator"]["flops"] = dict(explanation.cluster.accelerator.flops)
     return {

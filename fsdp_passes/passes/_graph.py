@@ -1,4 +1,4 @@
-"""What the bucketing passes share: making nodes with a value and a bucket."""
+"""What passes share: making nodes with a value and a bucket, and whose group a collective is on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from torch import fx
 
 from fsdp_passes._torch_compat import FakeTensorMode, detect_fake_mode
+from fsdp_passes.gather_ops import ALL_GATHER_AHEAD_OP, ALL_GATHER_OP
+from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.schedule import BUCKET_META, ROLE_META, Bucket
 
 aten = torch.ops.aten
@@ -43,3 +45,17 @@ class BucketBuilder:
         if node.meta["val"].dtype == dtype:
             return node
         return self.call(role, prims.convert_element_type.default, node, dtype)
+
+
+def group_of_start(node: fx.Node) -> str | None:
+    """The group that a node starts a collective on, under the name of the mesh's group; None for other nodes."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    if target.namespace != "_c10d_functional" and target not in (ALL_GATHER_OP, ALL_GATHER_AHEAD_OP):
+        return None
+    for index, argument in enumerate(target._schema.arguments):
+        if argument.name == "group_name":
+            name = node.args[index] if index < len(node.args) else node.kwargs.get("group_name")
+            return str(name).removesuffix(REDUCE_GROUP_SUFFIX)
+    return None  # wait_tensor

@@ -8,8 +8,7 @@ import torch
 from torch import fx
 
 from fsdp_passes.agreement import AGREE_ON_SCHEDULE, Collective, encode
-from fsdp_passes.gather_ops import ALL_GATHER_AHEAD_OP, ALL_GATHER_OP
-from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
+from fsdp_passes.passes._graph import group_of_start
 from fsdp_passes.schedule import bucket_of
 
 
@@ -32,7 +31,7 @@ def agree_on_schedule(graph: fx.Graph, *, labels: dict[int, fx.Node], is_backwar
     schedules: dict[str, list[Collective]] = {}
     has_ours: set[str] = set()
     for node in graph.nodes:
-        group = _group_of_start(node)
+        group = group_of_start(node)
         if group is not None:
             collective = _collective(node)
             schedules.setdefault(group, []).append(collective)
@@ -51,20 +50,6 @@ def agree_on_schedule(graph: fx.Graph, *, labels: dict[int, fx.Node], is_backwar
             arguments = (label_nodes[0], label_nodes, phase, group, fingerprint, text, timeout_s)
             graph.call_function(AGREE_ON_SCHEDULE, arguments).meta["val"] = None
     return len(has_ours)
-
-
-def _group_of_start(node: fx.Node) -> str | None:
-    """The group that a node starts a collective on, under the name of the mesh's group; None for other nodes."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-    if target.namespace != "_c10d_functional" and target not in (ALL_GATHER_OP, ALL_GATHER_AHEAD_OP):
-        return None
-    for index, argument in enumerate(target._schema.arguments):
-        if argument.name == "group_name":
-            name = node.args[index] if index < len(node.args) else node.kwargs.get("group_name")
-            return str(name).removesuffix(REDUCE_GROUP_SUFFIX)
-    return None  # wait_tensor
 
 
 def _collective(node: fx.Node) -> Collective:

@@ -1,0 +1,123 @@
+"""An exception in the middle of a step, on every rank: the next step equals the reference's (situation 30)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_passes import fully_shard
+from fsdp_passes.unit import unit_of
+from tests.distributed.checks import WAYS, call_of, float_batches
+from tests.ranks import RankPool
+from tests.training import build, my_share, whole
+
+HERE = "tests.distributed.test_interrupted"
+DIM = 6
+_trap = ""
+
+
+class TrapError(Exception):
+    pass
+
+
+@torch.library.custom_op("fsdp_passes_test::pass_trap", mutates_args=())
+def pass_trap(x: Tensor, where: str) -> Tensor:
+    if where == _trap:
+        raise TrapError
+    return x.clone()
+
+
+pass_trap.register_fake(lambda x, where: torch.empty_like(x))
+pass_trap.register_autograd(
+    lambda ctx, grad: (torch.ops.fsdp_passes_test.pass_trap(grad, "backward"), None),
+    setup_context=lambda ctx, inputs, output: None,
+)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if index == 1:
+                x = torch.ops.fsdp_passes_test.pass_trap(x, "forward")
+        return x.square().mean()
+
+
+@contextlib.contextmanager
+def trap(where: str) -> Iterator[None]:
+    """A call that gets to `where` raises; leaving this catches it, and it must have come."""
+    global _trap
+    _trap = where
+    try:
+        with pytest.raises(TrapError):
+            yield
+    finally:
+        _trap = ""
+
+
+def steps(model: nn.Module, call: Callable[..., Tensor], where: str, *, is_sharded: bool) -> dict[str, Tensor]:
+    """A step, one with three micro-batches whose second one raises and that is given up, and another step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = float_batches(5, 4, DIM)
+
+    def run(index: int, *, is_synced: bool = True) -> None:
+        if is_sharded:
+            model.set_requires_gradient_sync(is_synced)  # type: ignore[operator]
+        call(*(my_share(batches[index]) if is_sharded else batches[index])).backward()
+
+    run(0)
+    optimizer.step()
+    optimizer.zero_grad()
+    run(1, is_synced=False)
+    if where == "hook":  # of a tensor, which is the user's code inside a backward
+        loss = call(*(my_share(batches[2]) if is_sharded else batches[2]))
+        loss.register_hook(_raise)
+        with pytest.raises(TrapError):
+            loss.backward()
+    else:
+        with trap(where):
+            run(2, is_synced=False)
+    optimizer.zero_grad()
+    run(3, is_synced=False)
+    run(4)
+    optimizer.step()
+    return {name: whole(param) for name, param in model.named_parameters()}
+
+
+def _raise(_: Any) -> None:
+    raise TrapError
+
+
+def interrupted(way: str, where: str) -> None:
+    model, reference = build(Model)
+    fully_shard(model, units=["layers.*"])
+    found = steps(model, call_of(model, way), where, is_sharded=True)
+    expected = steps(reference, reference, where, is_sharded=False)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    units = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
+    context = units[0].context
+    assert not context.delayed_releases
+    assert not context.delayed_reductions
+    assert not context.started_reductions
+    assert not context.lookahead.started
+    assert all(unit.gathered_versions is None and not unit.accumulating for unit in units if not unit.is_root)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "hook"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_given_up_in_the_middle_of_an_accumulation_leaves_no_gradient(
+    two_ranks: RankPool, way: str, where: str
+) -> None:
+    two_ranks.run(f"{HERE}:interrupted", way=way, where=where)
