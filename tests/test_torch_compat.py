@@ -118,6 +118,8 @@ def test_grouped_eager_collectives(mesh_of_one: dist.DeviceMesh) -> None:
         collective(outputs, inputs, group).wait()
         for output, value in zip(outputs, inputs, strict=True):
             assert torch.equal(output, value)
+    compat.all_reduce_coalesced(outputs, group, average=False).wait()  # in place; the sum over one rank
+    assert all(map(torch.equal, outputs, inputs))
 
 
 def test_the_backward_is_seen_and_its_end_calls_back() -> None:
