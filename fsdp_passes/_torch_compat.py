@@ -30,8 +30,11 @@ from torch._inductor.virtualized import V
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.experimental import _config as fx_config
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
@@ -55,6 +58,7 @@ __all__ = [
     "copy_dynamo_graph",
     "default_store",
     "detect_fake_mode",
+    "dtensor_of",
     "foreach_copy",
     "get_hash_for_files",
     "gradient_hooks",
@@ -69,6 +73,7 @@ __all__ = [
     "is_in_compiled_region",
     "is_profiler_enabled",
     "is_tracing_higher_order_op",
+    "join_meshes",
     "local_tensor",
     "make_dtensor",
     "mark_dynamic",
@@ -83,6 +88,7 @@ __all__ = [
     "scheduled_graph_module",
     "scheduler_node_kind",
     "set_dynamo_source",
+    "strided_shard",
     "symbols_apart",
     "trace_artifact",
     "tree_leaves",
@@ -115,6 +121,24 @@ def make_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:
     """A DTensor of `like`'s global shape and placement around `local`; no communication, no autograd node."""
     assert isinstance(like, DTensor), f"expected a DTensor, found {type(like).__name__}"
     return DTensor(local, like._spec, requires_grad=False)
+
+
+def dtensor_of(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """A DTensor of a global shape and stride around `local`; no communication, no autograd node."""
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
+
+
+def strided_shard(dim: int, num_parts: int) -> Placement:
+    """Sharded along `dim` after another dimension of the mesh has cut that into `num_parts`."""
+    return _StridedShard(dim, split_factor=num_parts)
+
+
+def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
+    """One mesh with the dimensions of several, which are parts of one mesh with named dimensions."""
+    return DeviceMesh._concatenate(list(meshes))
 
 
 def gradient_hooks(param: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:

@@ -122,6 +122,8 @@ def compile_sharded(
     record = start_record([units[index].display_name for index in sorted(units)], settings)
     group_names = {use.param.group_name for use in uses}
     group_names |= {use.param.replica_group_name for use in uses if use.param.num_replicas > 1}
+    kept_groups = [unit.kept_group for unit in units.values() if unit.kept_group is not None]
+    group_names |= {group.group_name for group in kept_groups}
     backends = tuple(sorted({dist.get_backend(group_of(name)) for name in group_names}))
     if settings.collective_timeout_s:
         for unit in units.values():

@@ -36,6 +36,7 @@ from fsdp_passes.foreign import (
 )
 from fsdp_passes.gathering import (
     finish_gather,
+    keep_parts,
     release,
     release_kept,
     start_ahead,
@@ -183,6 +184,7 @@ def _end_forward(unit: FsdpUnit, output: Any) -> None:
     is_borrowed = any(unit in other.borrows_from for other in context.units if context.phase(other) is Phase.FORWARD)
     for owner in (unit, *unit.borrows_from) if not hides_tensors and not is_borrowed else ():
         if owner.reshards_after_forward or not torch.is_grad_enabled():
+            keep_parts(owner)
             release(owner)
     if not context.is_in_forward():
         context.drain_delayed_releases(0)

@@ -12,7 +12,7 @@ from fsdp_passes._torch_compat import call_after_backward
 from fsdp_passes.context import FsdpContext, Phase
 from fsdp_passes.errors import StaleParametersError
 from fsdp_passes.gather_ops import drop_started
-from fsdp_passes.gathering import finish_gather, release, start_ahead, start_gather
+from fsdp_passes.gathering import drop_parts, finish_gather, release, start_ahead, start_gather
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.reduction import take_gradients
 from fsdp_passes.regions import BACKWARD_COMPUTE, region_name
@@ -113,6 +113,7 @@ def unit_has_input_gradients(unit: FsdpUnit) -> None:
 
 
 def _release_behind_backward(unit: FsdpUnit) -> None:
+    drop_parts(unit)
     if unit.reshards_after_backward:
         release(unit)
     elif unit.gathered_versions is not None:

@@ -61,7 +61,8 @@ class ForeignDTensorError(FsdpError, ValueError):
     def __init__(self, parameter: str, found: str, expected: str) -> None:
         super().__init__(
             f"{parameter}: expected a plain tensor to shard on mesh {expected}, found a DTensor on {found}. Shard each "
-            "parameter with one library only; to leave this one as it is, pass it in ignored_params."
+            "parameter with one library only; to leave this one as it is, pass it in ignored_params. With tensor "
+            "parallelism, pass another dimension of the same mesh with named dimensions, for example mesh['dp']."
         )
 
 
@@ -138,6 +139,16 @@ class UnsupportedParameterError(FsdpError, ValueError):
     def __init__(self, parameter: str, found: str, instead: str) -> None:
         super().__init__(
             f"{parameter}: expected a parameter that can be split along dimension 0, found {found}. {instead}"
+        )
+
+
+class ShardPlacementError(FsdpError, ValueError):
+    """`shard_placement_fn` names a placement that the parameter cannot have."""
+
+    def __init__(self, parameter: str, found: str, expected: str) -> None:
+        super().__init__(
+            f"{parameter}: expected shard_placement_fn to return {expected}, found {found}. Let it return None for "
+            "this parameter, which shards it along dimension 0."
         )
 
 

@@ -136,7 +136,7 @@ class FsdpModule(UnsupportedMethods):
         if not isinstance(reshard_after_forward, bool):
             raise OptionValueError("set_reshard_after_forward", reshard_after_forward, "True or False")
         for unit in _units(self, recurse):
-            unit.reshard_after_forward = reshard_after_forward
+            unit.reshard_after_forward, unit.kept_group = reshard_after_forward, None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are dropped behind a backward. With False the next forward does not gather them again,

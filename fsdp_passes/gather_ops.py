@@ -130,7 +130,7 @@ def _copies_of_gathered(unit: FsdpUnit, params: tuple[FsdpParameter, ...]) -> li
     """
     if not unit.is_unsharded or unit.gathered_versions != [param.values_version for param in unit.params]:
         return None
-    return [param.gathered().clone() for param in params]
+    return [param.gathered_copy() for param in params]
 
 
 def _enter(unit: FsdpUnit, request: GatherRequest, is_backward: bool, is_hidden: bool) -> None:

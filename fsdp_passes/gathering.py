@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from typing import Any
 
 import torch
 
@@ -36,31 +37,44 @@ def start_gather(unit: FsdpUnit) -> None:
         # The optimizer wrote the shards on the compute stream; a gather that did not wait would send old values. In
         # the backward nothing writes them, and waiting would put the gather behind the compute that should hide it.
         stream.wait_event(context.weights_ready_event(device))
-    works = []
+    # Behind a forward that left a part on each of fewer ranks, these have the values.
+    is_kept = is_in_backward() and unit.kept_versions == versions
+    group = unit.kept_group if is_kept else shard_group(unit.mesh)
+    assert group is not None
+    gathers = []
     push_region(region_name(unit.display_name, ALL_GATHER_REGION))
     with context.on_communication_stream(device):
         for params in _by_dtype(unit.params):
-            inputs = [param.shard().to(param.param_dtype) for param in params]
-            outputs = [param.gather_buffer() for param in params]
-            works.append(all_gather_coalesced(outputs, inputs, shard_group(unit.mesh)))
+            kept = [param.kept_part if is_kept else None for param in params]
+            inputs = [
+                param.shard().to(param.param_dtype) if part is None else part
+                for param, part in zip(params, kept, strict=True)
+            ]
+            outputs = [param.gather_buffer(part) for param, part in zip(params, kept, strict=True)]
+            gathers.append((params, outputs, all_gather_coalesced(outputs, inputs, group)))
         if stream is not None:
-            for work in works:
-                work.wait()  # the communication stream waits, not the host: NCCL runs on a stream of its own
+            _complete(gathers)  # the communication stream waits, not the host: NCCL runs on a stream of its own
     pop_region()
     done = stream.record_event() if stream is not None else None
 
-    name = unit.params[0].group_name
-
     def wait() -> None:
         if done is None:
-            await_named(unit, ALL_GATHER_REGION, name, lambda: [work.wait() for work in works])
+            await_named(unit, ALL_GATHER_REGION, group.group_name, lambda: _complete(gathers))
         else:
             # Without it the compute stream would read weights that have not arrived.
             torch.cuda.current_stream(device).wait_event(done)
-            note_awaited_on_stream(unit, ALL_GATHER_REGION, name, device)
+            note_awaited_on_stream(unit, ALL_GATHER_REGION, group.group_name, device)
 
     unit.pending_gather = wait
     unit.gathered_versions = versions
+
+
+def _complete(gathers: list[tuple[list[FsdpParameter], list[torch.Tensor], Any]]) -> None:
+    """Wait for collectives, and let their parameters have the results."""
+    for params, outputs, work in gathers:
+        work.wait()
+        for param, output in zip(params, outputs, strict=True):
+            param.take_gathered(output)
 
 
 def finish_gather(unit: FsdpUnit) -> None:
@@ -100,6 +114,23 @@ def release(unit: FsdpUnit) -> None:
 
     event = context.record_compute(params[0].placeholder.device)
     context.delayed_releases.append(DelayedRelease(event, drop))
+
+
+def keep_parts(unit: FsdpUnit) -> None:
+    """Before the release behind a forward: with `reshard_after_forward` as a number, keep this rank's part of what is
+    gathered, for the gather over fewer ranks in the backward."""
+    if unit.kept_group is None or not unit.is_unsharded or not torch.is_grad_enabled():
+        return
+    for param in unit.params:
+        param.keep_part()
+    unit.kept_versions = unit.gathered_versions
+
+
+def drop_parts(unit: FsdpUnit) -> None:
+    """The backward is over: forget what `keep_parts` kept."""
+    unit.kept_versions = None
+    for param in unit.params:
+        param.kept_part = None
 
 
 def _by_dtype(params: list[FsdpParameter]) -> list[list[FsdpParameter]]:
@@ -155,6 +186,7 @@ def undo(context: FsdpContext) -> None:
         unit.is_in_compiled_forward = unit.may_run_eagerly = False
         for scalar in unit.scalars:
             scalar.placeholder.grad = None
+        drop_parts(unit)
         try:
             release(unit)
         except CollectiveError:

@@ -6,6 +6,7 @@ the model together, and the ranks of a column hold equal shards.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -37,6 +38,22 @@ def replica_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 def num_replicas(mesh: DeviceMesh) -> int:
     """Copies of the model."""
     return mesh.size(0) if mesh.ndim > 1 else 1
+
+
+_subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def shard_subgroup(mesh: DeviceMesh, size: int) -> dist.ProcessGroup:
+    """This rank and its neighbours in `shard_group`, `size` ranks; `size` divides the group. Made at the first call,
+    which every rank makes."""
+    group = shard_group(mesh)
+    made = _subgroups.setdefault(group, {})
+    if size not in made:
+        ranks, first = dist.get_process_group_ranks(group), shard_index(mesh) // size * size
+        made[size] = dist.new_group(
+            ranks[first : first + size], use_local_synchronization=True, group_desc="fsdp_reshard"
+        )
+    return made[size]
 
 
 def placements_on(mesh: DeviceMesh, placement: Placement) -> list[Placement]:

@@ -2,7 +2,8 @@
 
 `unshard`, `reduce_grad` and `reduce_replicas` stand for a parameter's communication while the graph goes through
 AOTAutograd and the partitioner; the bucketing passes replace them with collectives. All have real kernels, so that a
-graph in which they were not replaced still computes the right values. `region_begin` and `region_end` open and close ranges.
+graph in which they were not replaced still computes the right values. `region_begin` and `region_end` open and close
+ranges.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_passes._torch_compat import group_of
+from fsdp_passes.layout import part_of, scattered_from_whole, whole_from_gathered
 from fsdp_passes.regions import label_text, pop_region, push_region, region_name
 
 c10d = torch.ops._c10d_functional
@@ -75,11 +77,15 @@ def unshard(
     partial: Tensor | None = None,
     num_replicas: int = 1,
     replica_group_name: str = "",
+    kept_world_size: int = 0,
+    kept_group_name: str = "",
+    shard_dim: int = 0,
 ) -> Tensor:
     """Gather a parameter.
 
     Args:
-        shard: this rank's padded rows, shape (ceil(rows / world_size), *rest), in the parameter's own dtype.
+        shard: this rank's padded rows, shape (ceil(rows / world_size), *rest), in the parameter's own dtype; with
+            another `shard_dim` its equal part along that.
         label: the unit's identity as data (see `regions.new_label`).
         unit: index of the unit among the units of this graph, in order of first use.
         rows: dim 0 of the whole parameter.
@@ -96,12 +102,16 @@ def unshard(
             gradient is reduced over `reduce_group_name` only and goes to `partial`, and `shard` has none.
         num_replicas: ranks that hold the same shard.
         replica_group_name: their group, over which the reduced gradient is averaged.
+        kept_world_size: ranks over which the parameter stays sharded until the backward, which gathers it over them; 0:
+            over all.
+        kept_group_name: the group of these ranks.
+        shard_dim: the dimension along which `shard` is a part of the parameter.
 
     Returns:
         The parameter, shape (rows, *rest), in `param_dtype`.
     """
     gathered = c10d.all_gather_into_tensor(shard.to(param_dtype).contiguous(), world_size, group_name)
-    return c10d.wait_tensor(gathered)[:rows].clone()
+    return whole_from_gathered(c10d.wait_tensor(gathered), world_size, shard_dim)[:rows].clone()
 
 
 @unshard.register_fake
@@ -121,8 +131,13 @@ def _(
     partial: Tensor | None = None,
     num_replicas: int = 1,
     replica_group_name: str = "",
+    kept_world_size: int = 0,
+    kept_group_name: str = "",
+    shard_dim: int = 0,
 ) -> Tensor:
-    return shard.new_empty((rows, *shard.shape[1:]), dtype=param_dtype)
+    shape = list(shard.shape)
+    shape[shard_dim] *= world_size
+    return shard.new_empty((rows, *shape[1:]), dtype=param_dtype)
 
 
 @torch.library.custom_op("fsdp_passes::reduce_grad", mutates_args=())
@@ -135,6 +150,7 @@ def reduce_grad(
     reduce_dtype: torch.dtype,
     grad_dtype: torch.dtype,
     divide_factor: float | None = None,
+    shard_dim: int = 0,
 ) -> Tensor:
     """Average a gradient over the ranks and keep this rank's rows.
 
@@ -146,10 +162,13 @@ def reduce_grad(
         reduce_dtype: dtype on the wire and of the sum.
         grad_dtype: dtype of the result.
         divide_factor: what the sum is divided by; None: the number of ranks, which gives the mean.
+        shard_dim: the dimension along which this rank keeps a part, which the ranks divide unless it is 0.
 
     Returns:
-        The divided sum over the ranks of the padded rows of this rank, shape (ceil(rows / world_size), *rest).
+        The divided sum over the ranks of the padded rows of this rank, shape (ceil(rows / world_size), *rest); or of
+        its part along `shard_dim`.
     """
+    grad = scattered_from_whole(grad, world_size, shard_dim)
     rows = -(-grad.shape[0] // world_size)
     padded = grad.new_zeros((rows * world_size, *grad.shape[1:]), dtype=reduce_dtype)
     padded[: grad.shape[0]] = grad
@@ -168,9 +187,11 @@ def _(
     reduce_dtype: torch.dtype,
     grad_dtype: torch.dtype,
     divide_factor: float | None = None,
+    shard_dim: int = 0,
 ) -> Tensor:
-    rows = -(-grad.shape[0] // world_size)
-    return grad.new_empty((rows, *grad.shape[1:]), dtype=grad_dtype)
+    shape = list(grad.shape)
+    shape[shard_dim] = -(-shape[shard_dim] // world_size)
+    return grad.new_empty(shape, dtype=grad_dtype)
 
 
 @torch.library.custom_op("fsdp_passes::reduce_replicas", mutates_args=())
@@ -217,27 +238,41 @@ def _(
     return grad.new_empty(grad.shape, dtype=grad_dtype)
 
 
+@torch.library.custom_op("fsdp_passes::keep_part", mutates_args=())
+def keep_part(whole: Tensor, world_size: int, group_name: str) -> Tensor:
+    """This rank's rows of a gathered parameter (rows, *rest), as one of `world_size` ranks: a copy, padded to
+    (ceil(rows / world_size), *rest)."""
+    return part_of(whole, world_size, dist.get_rank(group_of(group_name)))
+
+
+@keep_part.register_fake
+def _(whole: Tensor, world_size: int, group_name: str) -> Tensor:
+    return whole.new_empty((-(-whole.shape[0] // world_size), *whole.shape[1:]))
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, label, unit, _, world_size, _, group_name, _, reduce_dtype, _, factor, whole, partial, *replicas = inputs
-    ctx.label, ctx.unit = label, unit
+    shard, label, unit, _, world_size, _, group_name, _, reduce_dtype, _, factor, whole, partial, *more = inputs
+    ctx.label, ctx.unit, ctx.num_inputs = label, unit, len(inputs)
     ctx.sink = next((index for index, sink in enumerate(inputs) if index >= 11 and isinstance(sink, Tensor)), 0)
     ctx.is_reduced = whole is None
+    *replicas, _, _, shard_dim = more
     ctx.replicas = replicas if replicas[0] > 1 and whole is None and partial is None else None
     # What is reduced once more has the reduction's dtype until then.
     is_final = ctx.replicas is None and partial is None
     ctx.dtypes = [reduce_dtype, shard.dtype if is_final else reduce_dtype]
     ctx.final_dtypes = [reduce_dtype, shard.dtype]
     ctx.shards = [world_size, group_name]
-    ctx.factor = [] if factor is None else [factor]
+    ctx.has_factor = factor is not None
+    ctx.more = [factor, shard_dim] if shard_dim else [factor] if ctx.has_factor else []
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grads: list[Tensor | None] = [None] * 15
+    grads: list[Tensor | None] = [None] * ctx.num_inputs
     if ctx.is_reduced:
-        grad = REDUCE_GRAD(grad, ctx.label, ctx.unit, *ctx.shards, *ctx.dtypes, *ctx.factor)
+        grad = REDUCE_GRAD(grad, ctx.label, ctx.unit, *ctx.shards, *ctx.dtypes, *ctx.more)
     if ctx.replicas is not None:
         # All of the division that the user has set is in the first reduction.
-        factor = [1.0] if ctx.factor else []
+        factor = [1.0] if ctx.has_factor else []
         grad = REDUCE_REPLICAS(grad, ctx.label, ctx.unit, *ctx.replicas, *ctx.final_dtypes, *factor)
     grads[ctx.sink] = grad
     return tuple(grads)
@@ -269,6 +304,7 @@ torch.library.register_fake("fsdp_passes::region_end", lambda label: None, lib=l
 
 UNSHARD = torch.ops.fsdp_passes.unshard.default
 REDUCE_GRAD = torch.ops.fsdp_passes.reduce_grad.default
+KEEP_PART = torch.ops.fsdp_passes.keep_part.default
 REDUCE_REPLICAS = torch.ops.fsdp_passes.reduce_replicas.default
 REGION_BEGIN = torch.ops.fsdp_passes.region_begin.default
 REGION_END = torch.ops.fsdp_passes.region_end.default

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_passes._torch_compat import local_tensor, replace_local_tensor, without_version_bump
-from fsdp_passes.mesh import num_replicas, num_shards, placements_on, replica_group, shard_group, shard_index
+from fsdp_passes.layout import TensorParallel, part_of, scattered_from_whole, sharded_dtensor, whole_from_gathered
+from fsdp_passes.mesh import num_replicas, num_shards, replica_group, shard_group, shard_index
 
 if TYPE_CHECKING:
     from fsdp_passes.unit import FsdpUnit
@@ -24,12 +24,20 @@ class FsdpParameter:
 
     sharded      `DTensor(Shard(0))` in `module._parameters[name]`: what optimizers and checkpoints see. Its local rows
                  are a view of `padded_local`, which has ceil(dim0 / world) rows on every rank, so that every rank
-                 compiles the same graph and no collective needs padding of its own.
+                 compiles the same graph and no collective needs padding of its own. Along another `shard_dim` the
+                 parts are equal, and each has all rows.
     placeholder  an `nn.Parameter` of the full shape in the compute dtype without storage: what Dynamo traces.
     unsharded    the same object as the placeholder while its storage holds the gathered values.
     """
 
-    def __init__(self, param: nn.Parameter, name: str, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy) -> None:
+    def __init__(
+        self,
+        param: nn.Parameter,
+        name: str,
+        mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy,
+        shard_dim: int = 0,
+    ) -> None:
         self.name = name
         self.mesh = mesh
         self.unit: FsdpUnit
@@ -41,32 +49,29 @@ class FsdpParameter:
         self.num_replicas = num_replicas(mesh)
         replicas = replica_group(mesh)
         self.replica_group_name: str = "" if replicas is None else replicas.group_name
-        self.full_shape = param.shape
-        self.rows = param.shape[0]
-        self.rows_per_rank = math.ceil(self.rows / self.world_size)
+        # A DTensor of tensor parallelism: what this rank has of it is the parameter to shard.
+        self.tensor_parallel = TensorParallel.of(param)
+        values = param.detach() if self.tensor_parallel is None else local_tensor(param).detach()
+        self.full_shape = values.shape
+        self.rows = values.shape[0]
+        self.shard_dim = shard_dim
         self.mp_policy = mp_policy
         # The sum of this rank's gradients since gradient sync was switched off, full shape, in the reduction's dtype.
         self._accumulated_grad: torch.Tensor | None = None
         self._partial: nn.Parameter | None = None
+        # This rank's rows among a part of the ranks, between forward and backward, in the compute dtype.
+        self.kept_part: torch.Tensor | None = None
         self.num_adoptions = 0  # how often another DTensor took our place
         self._set_dtypes(param.dtype)
 
         rank = shard_index(mesh)
-        first = min(rank * self.rows_per_rank, self.rows)
+        self.padded_local = part_of(values, self.world_size, rank, shard_dim)
+        self.shard_shape = self.padded_local.shape
+        self.rows_per_rank = self.shard_shape[0]
+        first = 0 if shard_dim else min(rank * self.rows_per_rank, self.rows)
         self.local_rows = min(first + self.rows_per_rank, self.rows) - first
-        self.padded_local = param.new_zeros((self.rows_per_rank, *param.shape[1:]), requires_grad=False)
-        with torch.no_grad():
-            self.padded_local[: self.local_rows].copy_(param[first : first + self.local_rows])
-        # The stride of the whole, contiguous tensor: it says nothing about this rank's rows.
-        full_stride = torch.empty(param.shape, device="meta").stride()
-        sharded = DTensor.from_local(
-            self.padded_local[: self.local_rows],
-            mesh,
-            placements_on(mesh, Shard(0)),
-            run_check=False,
-            shape=param.shape,
-            stride=full_stride,
-        )
+        local = self.padded_local[: self.local_rows]
+        sharded = sharded_dtensor(local, self.full_shape, mesh, shard_dim, self.tensor_parallel)
         self.adopted_param = nn.Parameter(sharded, requires_grad=param.requires_grad)
         self._adopted_local: torch.Tensor | None = local_tensor(self.adopted_param)
         self.placeholder = self._make_placeholder(param.device, param.requires_grad)
@@ -76,6 +81,7 @@ class FsdpParameter:
         new = object.__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(self.__dict__, _accumulated_grad=None, _partial=None, _adopted_local=None)
+        new.kept_part = None
         for name in ("unit", "references", "adopted_param"):
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         # The placeholder has no values to copy. The shard takes those of the copied DTensor: `shard` adopts it, since
@@ -101,14 +107,18 @@ class FsdpParameter:
         return placeholder
 
     @property
-    def padded_rows(self) -> int:
-        """Rows of the gathered tensor: `rows_per_rank * world_size`, at least the parameter's own."""
-        return self.rows_per_rank * self.world_size
+    def gathered_shape(self) -> tuple[int, ...]:
+        """Shape of what an all-gather makes: the shards of all ranks, one behind the other; padding comes last."""
+        return (self.rows_per_rank * self.world_size, *self.shard_shape[1:])
 
     @property
     def gathered_bytes(self) -> int:
         """Bytes of the gathered tensor, padding included, in the compute dtype."""
-        return self.padded_rows * math.prod(self.full_shape[1:]) * self.param_dtype.itemsize
+        return math.prod(self.gathered_shape) * self.param_dtype.itemsize
+
+    def face(self) -> torch.Tensor:
+        """What the module's code reads while the parameter is whole, and a compiler always."""
+        return self.placeholder if self.tensor_parallel is None else self.tensor_parallel.wrap(self.placeholder)
 
     @property
     def qualified_name(self) -> str:
@@ -144,7 +154,7 @@ class FsdpParameter:
     def _adopt(self, param: nn.Parameter) -> None:
         local = local_tensor(param)  # type: ignore[arg-type]
         self.num_adoptions += 1
-        padded = local.new_zeros((self.rows_per_rank, *self.full_shape[1:]))
+        padded = local.new_zeros(self.shard_shape)
         padded[: self.local_rows].copy_(local.detach())
         if local.device != self.placeholder.device or local.dtype != self.orig_dtype:
             # The module moved (meta -> cuda, cpu -> cuda) or was cast: what Dynamo traces and guards must follow.
@@ -185,10 +195,18 @@ class FsdpParameter:
         Read for every parameter on every call: kept until dtypes, the unit's place or its settings change.
         """
         unit = self.unit
-        changing = (unit.reshards_after_forward, unit.divide_factor, self.keeps_whole_grad, self.keeps_partial_grad)
+        sink = (self.keeps_whole_grad, self.keeps_partial_grad)
+        changing = (unit.reshards_after_forward, unit.kept_world_size, unit.divide_factor, sink)
         if self._graph_constants is None or self._graph_constants[0] != changing:
             dtypes = (self.orig_dtype, self.param_dtype, self.reduce_dtype)
-            self._graph_constants = (changing, self.group_name, self.replica_group_name, self.rows, *dtypes)
+            self._graph_constants = (
+                changing,
+                self.group_name,
+                self.replica_group_name,
+                self.shard_dim,
+                self.rows,
+                *dtypes,
+            )
         return self._graph_constants
 
     @property
@@ -252,23 +270,50 @@ class FsdpParameter:
         else:
             self.unit.accumulating.add(self)
 
-    def gathered(self) -> torch.Tensor:
-        """The storage that holds the gathered values as one tensor of `padded_rows` rows."""
-        shape = (self.padded_rows, *self.full_shape[1:])
+    def gathered_copy(self) -> torch.Tensor:
+        """A copy of the gathered values as an all-gather makes them, shape `gathered_shape`."""
+        if self.shard_dim:
+            return scattered_from_whole(self.placeholder.detach(), self.world_size, self.shard_dim).clone()
+        return self._stored(self.gathered_shape).clone()
+
+    def _stored(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """The placeholder's storage as one contiguous tensor, which may have more rows than the placeholder."""
         flat = torch.empty(0, dtype=self.param_dtype, device=self.placeholder.device)
         stride = torch.empty(shape, device="meta").stride()
         return flat.set_(self.placeholder.untyped_storage(), 0, shape, stride)  # type: ignore[call-overload,no-any-return]
 
-    def gather_buffer(self) -> torch.Tensor:
-        """Give the placeholder storage for `padded_rows` rows and return it as one contiguous tensor to gather into.
+    def gather_buffer(self, kept: torch.Tensor | None = None) -> torch.Tensor:
+        """Give the placeholder storage and return what to gather into: that storage, or where parts along another
+        dimension come in, a tensor of their own, which `take_gathered` moves there.
 
         The placeholder keeps its object, shape and version counter: views of it that autograd saved in the forward
         read the values that the backward's gather writes here.
+
+        `kept`: what this rank sends in place of its shard (see `keep_part`); its ranks' rows are padded otherwise.
         """
-        storage = self.placeholder.untyped_storage()
+        shape = self.gathered_shape
+        if kept is not None:
+            shape = (kept.shape[0] * self.unit.kept_world_size, *kept.shape[1:])
+        num_bytes = max(math.prod(shape), math.prod(self.gathered_shape)) * self.param_dtype.itemsize
         with without_version_bump(self.placeholder):
-            storage.resize_(self.gathered_bytes)
-        return self.gathered()
+            self.placeholder.untyped_storage().resize_(num_bytes)
+        if self.shard_dim and kept is None:
+            return torch.empty(shape, dtype=self.param_dtype, device=self.placeholder.device)
+        return self._stored(shape)
+
+    def take_gathered(self, gathered: torch.Tensor) -> None:
+        """What `gather_buffer` returned has its values: let the placeholder have them."""
+        if gathered.untyped_storage().data_ptr() != self.placeholder.untyped_storage().data_ptr():
+            whole = whole_from_gathered(gathered, self.world_size, self.shard_dim)
+            with torch.no_grad(), without_version_bump(self.placeholder):
+                self.placeholder.copy_(whole)
+
+    def keep_part(self) -> None:
+        """Keep this rank's rows of the gathered values as one of the unit's `kept_world_size` ranks, for a gather over
+        these in the backward."""
+        unit = self.unit
+        assert unit.kept_group is not None
+        self.kept_part = part_of(self.placeholder.detach(), unit.kept_world_size, unit.kept_group.rank())
 
     def release(self) -> None:
         """Drop the gathered storage. The caller has made sure that no stream reads it any more."""

@@ -38,6 +38,7 @@ from fsdp_passes.passes.bucket_all_reduces import bucket_all_reduces
 from fsdp_passes.passes.bucket_reduce_scatters import bucket_reduce_scatters
 from fsdp_passes.passes.pin_schedule import pin_schedule
 from fsdp_passes.passes.prefetch_across_graphs import prefetch_across_graphs
+from fsdp_passes.passes.reshard_to_group import read_first_gather, reshard_to_group
 from fsdp_passes.passes.schedule_one_layer_ahead import schedule_one_layer_ahead
 from fsdp_passes.passes.tag_reshard_after_forward import tag_reshard_after_forward
 from fsdp_passes.passes.watch_collectives import watch_collectives
@@ -137,9 +138,11 @@ def _sources_hash() -> bytes:
 
 
 class TagJointGraph(CustomGraphPass):
-    """`tag_reshard_after_forward` as Inductor's joint-graph pass."""
+    """`reshard_to_group` and `tag_reshard_after_forward` as Inductor's joint-graph pass."""
 
     def __call__(self, graph: fx.Graph) -> None:
+        if reshard_to_group(graph):
+            graph.lint()
         tag_reshard_after_forward(graph)
 
     def uuid(self) -> Any:
@@ -196,6 +199,7 @@ class LowerAndSchedule(CustomGraphPass):
             result.pass_us[name] = (time.perf_counter() - begin) * 1e6
             show(name)
 
+        read_first_gather(graph)
         show("insert_unshard")
         keep("traced")
         mode = options.bucket_mode

@@ -7,6 +7,7 @@ import torch
 from fsdp_passes._torch_compat import gradient_hooks, reduce_scatter_coalesced
 from fsdp_passes.context import FinishReduction
 from fsdp_passes.gradients import keep_until_read, write_gradients
+from fsdp_passes.layout import scattered_from_whole
 from fsdp_passes.mesh import num_replicas, num_shards, shard_group
 from fsdp_passes.ops import GradientDivision, gradient_division, group_averages
 from fsdp_passes.parameter import FsdpParameter
@@ -54,13 +55,15 @@ def _whole_gradient(param: FsdpParameter) -> torch.Tensor:
 
 
 def _pack(param: FsdpParameter, division: GradientDivision) -> torch.Tensor:
-    """The whole gradient in the reduction's dtype, contiguous and padded to `padded_rows` rows."""
+    """The whole gradient in the reduction's dtype, contiguous and as the reduce-scatter takes it: the parts
+    of all ranks one behind the other, padding last."""
     grad = _whole_gradient(param)
     if division.before != 1.0:
         grad = grad * division.before
-    if grad.shape[0] == param.padded_rows:
+    grad = scattered_from_whole(grad, param.world_size, param.shard_dim)
+    if grad.shape == param.gathered_shape:
         return grad.contiguous()
-    packed = grad.new_zeros((param.padded_rows, *grad.shape[1:]))
+    packed = grad.new_zeros(param.gathered_shape)
     packed[: grad.shape[0]].copy_(grad)
     return packed
 
@@ -87,8 +90,7 @@ class _Reduction:
         push_region(region_name(self.unit.display_name, REDUCE_SCATTER_REGION))
         with context.on_communication_stream(device):
             outputs = [
-                packed.new_empty((param.rows_per_rank, *packed.shape[1:]))
-                for param, packed in zip(self.params, self.packed, strict=True)
+                packed.new_empty(param.shard_shape) for param, packed in zip(self.params, self.packed, strict=True)
             ]
             work = reduce_scatter_coalesced(
                 outputs, self.packed, shard_group(self.unit.mesh), average=self.division.reduce_op == "avg"

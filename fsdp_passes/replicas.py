@@ -3,6 +3,7 @@ the replicas, or take part in it."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -68,9 +69,8 @@ def reduce_partial_gradients(unit: FsdpUnit) -> None:
             groups.setdefault(param.reduce_dtype, []).append(param)
     for params in groups.values():
         grads = _take(params)
-        unit.context.enqueue_reduction(
-            grads[0].device, lambda params=params, grads=grads: _start_all_reduce(unit, params, grads)
-        )
+        start = functools.partial(_start_all_reduce, unit, params, grads)
+        unit.context.enqueue_reduction(grads[0].device, start)
 
 
 def _take(params: Sequence[FsdpParameter]) -> list[torch.Tensor]:

@@ -54,7 +54,7 @@ class Bucket:
             started together.
         half: 1 for the second half of a run that is split because nothing can hide it, else 0.
         shapes: what it carries, in order; from them follow its bytes for any number of ranks.
-        num_replicas: ranks that an all-reduce spans; 1 for the other kinds, which span the ranks of one replica.
+        num_ranks: ranks that it spans. 0 where nobody said: those over which the parameters are sharded.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class Bucket:
     run: int = 0
     half: int = 0
     shapes: tuple[ShardedShape, ...] = dataclasses.field(default=(), compare=False)
-    num_replicas: int = 1
+    num_ranks: int = dataclasses.field(default=0, compare=False)
 
     @property
     def group(self) -> tuple[int, int]:
@@ -218,8 +218,8 @@ def events_from_kernels(snodes: Sequence[Any], graph: fx.Graph) -> list[Schedule
             # The newest: one that reduces in place counts what made its input among its origins.
             newest = next((node for node in reversed(nodes) if role_of(node) == role), None)
             if newest is not None:
-                reads = sent_on(newest) if role == START else ()
-                events.append(ScheduleEvent(role, name, bucket_of(newest), reads))
+                carried = sent_on(newest) if role == START else ()
+                events.append(ScheduleEvent(role, name, bucket_of(newest), carried))
         elif kind == "region":
             marker = _event_of_node(nodes[-1], graph_reads)
             assert marker is not None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -19,6 +20,7 @@ from fsdp_passes.eager import gather_for_eager_read, install_hooks
 from fsdp_passes.errors import PickledModuleError
 from fsdp_passes.foreign import WHY_FOREIGN_GRAPHS_BREAK, is_traced_by_foreign_backend
 from fsdp_passes.fsdp_module import FsdpModule
+from fsdp_passes.mesh import shard_subgroup
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.scalar import FsdpScalar
 from fsdp_passes.sharding_plan import (
@@ -26,6 +28,7 @@ from fsdp_passes.sharding_plan import (
     Named,
     check_arguments,
     check_mesh,
+    check_reshard,
     match_units,
     parameters_below,
     plan_units,
@@ -56,8 +59,10 @@ def fully_shard(
         mesh: one dimension, or two: (replicas, shards). Replicas hold equal shards; `fully_shard` sends them those of
             the first. By default all ranks in one dimension.
         reshard_after_forward: whether gathered parameters are dropped between forward and backward. None: yes, except
-            for the root.
-        shard_placement_fn: not supported yet.
+            for the root. A number n, which divides the ranks over which parameters are sharded: each of n neighbouring
+            ranks keeps a part, and the backward gathers over these alone.
+        shard_placement_fn: called with each parameter; returns `Shard(dim)`, or None for dimension 0. Along another
+            dimension than 0 it must be divisible by the ranks, and gathers and reductions make a copy more.
         mp_policy: `param_dtype` is the dtype of gathered parameters (cast before the gather), `reduce_dtype` that of
             the gradient reduction. The gradient has the parameter's own dtype.
         offload_policy: not supported yet.
@@ -73,21 +78,16 @@ def fully_shard(
     Raises:
         An error of `fsdp_passes.errors`; the model is then as it was before the call.
     """
-    check_arguments(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
+    check_arguments(offload_policy, dp_mesh_dims)
     mesh = check_mesh(mesh)
+    reshard, kept_world_size = check_reshard(reshard_after_forward, mesh)
     mp_policy = mp_policy or MixedPrecisionPolicy()
     ignored = set(ignored_params or ())
     targets = [*match_units(module, [units] if isinstance(units, str) else units or ()), ("", module)]
-    plans = plan_units(targets, mesh, ignored)
+    plans = plan_units(targets, mesh, ignored, shard_placement_fn)
+    kept_group = shard_subgroup(mesh, kept_world_size) if kept_world_size else None
     for target, params in plans:
-        _make_unit(
-            target,
-            params,
-            mesh,
-            mp_policy,
-            None if reshard_after_forward is None else bool(reshard_after_forward),
-            ignored,
-        )
+        _make_unit(target, params, mesh, mp_policy, reshard, kept_group, ignored)
     return module
 
 
@@ -99,20 +99,20 @@ def _make_unit(
     plan: Named,
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | int | None,
+    reshard_after_forward: bool | None,
+    kept_group: dist.ProcessGroup | None,
     ignored: set[nn.Parameter],
 ) -> None:
     context = FsdpContext()
-    reshard = None if reshard_after_forward is None else bool(reshard_after_forward)
-    unit = FsdpUnit(module, mesh, mp_policy, reshard, [], context)
+    unit = FsdpUnit(module, mesh, mp_policy, reshard_after_forward, [], context, kept_group=kept_group)
     if mesh.device_type == "cuda":
         _move_to_device(module, plan, ignored)
-    for param, references, path in plan:
+    for param, references, path, shard_dim in plan:
         fsdp_param: FsdpParameter | FsdpScalar
         if param.dim() == 0:
             unit.scalars.append(fsdp_param := FsdpScalar(param, path, mesh, mp_policy))
         else:
-            unit.params.append(fsdp_param := FsdpParameter(param, path, mesh, mp_policy))
+            unit.params.append(fsdp_param := FsdpParameter(param, path, mesh, mp_policy, shard_dim))
         fsdp_param.unit = unit
         for owner, name in references:
             _refer(owner, name, fsdp_param)
@@ -150,7 +150,7 @@ def _move_to_device(module: nn.Module, plan: Named, ignored: set[nn.Parameter]) 
     """As FSDP2 does: CPU parameters and buffers of this unit go to the current CUDA device; meta ones stay."""
     device = torch.device("cuda", torch.cuda.current_device())
     tensors = (
-        [param for param, _, _ in plan] + list(module.buffers()) + [p for p in module.parameters() if p in ignored]
+        [planned.param for planned in plan] + list(module.buffers()) + [p for p in module.parameters() if p in ignored]
     )
     for tensor in tensors:
         if tensor.device.type == "cpu":
@@ -230,11 +230,11 @@ def _face(name: str, module: nn.Module) -> torch.Tensor:
     if torch.compiler.is_compiling():
         if is_traced_by_foreign_backend() and param.placeholder.untyped_storage().size() == 0:
             return read_outside_graph(module, name)
-        return param.placeholder
+        return param.face()
     if not param.unit.is_unsharded:
         gather_for_eager_read(param.unit)
     if param.unit.is_unsharded:
-        return param.placeholder
+        return param.face()
     if param.unit.pending_gather is not None:
         check_eager_read(param.qualified_name, param.unit.display_name)
     sharded = module._parameters[name]

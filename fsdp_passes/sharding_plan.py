@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from fsdp_passes._torch_compat import join_meshes, local_tensor
 from fsdp_passes.errors import (
     AlreadyShardedError,
     CapturedParameterError,
@@ -21,11 +22,14 @@ from fsdp_passes.errors import (
     MeshError,
     NoForwardError,
     NoProcessGroupError,
+    OptionValueError,
+    ShardPlacementError,
     UnitPatternError,
     UnsupportedArgumentError,
     UnsupportedParameterError,
     WrapOrderError,
 )
+from fsdp_passes.mesh import num_shards
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.unit import unit_of
 
@@ -33,15 +37,7 @@ from fsdp_passes.unit import unit_of
 REPLACED_BY = "_fsdp_replaced_by"
 
 
-def check_arguments(
-    reshard_after_forward: Any, shard_placement_fn: Any, offload_policy: Any, dp_mesh_dims: Any
-) -> None:
-    if reshard_after_forward not in (None, True, False) or type(reshard_after_forward) is int:
-        raise UnsupportedArgumentError("reshard_after_forward", reshard_after_forward, "Use True, False or None.")
-    if shard_placement_fn is not None:
-        raise UnsupportedArgumentError(
-            "shard_placement_fn", shard_placement_fn, "Leave it out: parameters are sharded along dimension 0."
-        )
+def check_arguments(offload_policy: Any, dp_mesh_dims: Any) -> None:
     if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
         raise UnsupportedArgumentError("offload_policy", offload_policy, "Leave it out: parameters stay on the device.")
     if dp_mesh_dims is not None:
@@ -63,6 +59,20 @@ def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh.ndim > 2:
         raise MeshError(f"one with {mesh.ndim} dimensions, {mesh.mesh_dim_names or tuple(mesh.shape)}")
     return mesh
+
+
+def check_reshard(reshard_after_forward: Any, mesh: DeviceMesh) -> tuple[bool | None, int]:
+    """Whether to reshard after the forward, and over how many ranks; 0 for all of them."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward, 0
+    size = num_shards(mesh)
+    is_divisor = isinstance(reshard_after_forward, int) and reshard_after_forward >= 1
+    if not is_divisor or size % reshard_after_forward:
+        expected = f"True, False, None, or a divisor of {size}, the ranks over which parameters are sharded"
+        raise OptionValueError("reshard_after_forward", reshard_after_forward, expected)
+    if reshard_after_forward == 1:
+        return False, 0  # each rank keeps all of it
+    return True, reshard_after_forward % size
 
 
 def match_units(module: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -102,11 +112,25 @@ def _path_matches(path: list[str], pattern: list[str]) -> bool:
     return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _path_matches(path[1:], pattern[1:])
 
 
-Named = list[tuple[nn.Parameter, list[tuple[nn.Module, str]], str]]
+class Planned(NamedTuple):
+    """A parameter that a unit will own: every reference to it, its path in the unit, and along which dimension it will
+    be sharded."""
+
+    param: nn.Parameter
+    references: list[tuple[nn.Module, str]]
+    path: str
+    shard_dim: int
+
+
+Named = list[Planned]
+PlacementFunction = Callable[[nn.Parameter], Any]
 
 
 def plan_units(
-    targets: list[tuple[str, nn.Module]], mesh: DeviceMesh, ignored: set[nn.Parameter]
+    targets: list[tuple[str, nn.Module]],
+    mesh: DeviceMesh,
+    ignored: set[nn.Parameter],
+    placement_fn: PlacementFunction | None = None,
 ) -> list[tuple[nn.Module, Named]]:
     """For each unit to make, the parameters that it will own, with every reference to each. Checks all of them."""
     taken: set[nn.Parameter] = set()
@@ -125,16 +149,18 @@ def plan_units(
             if param in ignored or param in taken or getattr(param, REPLACED_BY, None) is not None:
                 continue
             if param in index:
-                plan[index[param]][1].append((owner, name))
+                plan[index[param]].references.append((owner, name))
                 continue
             ours: FsdpParameter | None = owner.__dict__.get("_fsdp_parameters", {}).get(name)
             if ours is not None:
                 if any(child is target for child in ours.unit.module.modules()):
                     raise WrapOrderError(target_name, path, ours.unit.display_name)
                 continue
-            _check_parameter(param, f"{target_path}.{path}" if target_path else path, mesh)
+            full_path = f"{target_path}.{path}" if target_path else path
+            _check_parameter(param, full_path, mesh)
             index[param] = len(plan)
-            plan.append((param, [(owner, name)], path))
+            dim = 0 if placement_fn is None else _shard_dim(param, full_path, mesh, placement_fn)
+            plan.append(Planned(param, [(owner, name)], path, dim))
         _check_captured(target, plan)
         taken.update(index)
         plans.append((target, plan))
@@ -154,7 +180,7 @@ def class_name(module: nn.Module) -> str:
 
 
 def _check_parameter(param: nn.Parameter, path: str, mesh: DeviceMesh) -> None:
-    if isinstance(param, DTensor):
+    if isinstance(param, DTensor) and not _is_tensor_parallel(param, mesh):
         raise ForeignDTensorError(path, f"mesh {param.device_mesh} as {param.placements}", str(mesh))
     if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
         raise IntegerParameterError(path, param.dtype)
@@ -162,9 +188,44 @@ def _check_parameter(param: nn.Parameter, path: str, mesh: DeviceMesh) -> None:
         raise UnsupportedParameterError(path, f"the empty shape {tuple(param.shape)}", "Pass it in ignored_params.")
 
 
+def _is_tensor_parallel(param: DTensor, mesh: DeviceMesh) -> bool:
+    """Whether the DTensor's mesh and `mesh` are different dimensions of one mesh, so that parts can be sharded."""
+    names, others = mesh.mesh_dim_names or (), param.device_mesh.mesh_dim_names or ()
+    if param.dim() == 0 or not names or not others or set(names) & set(others):
+        return False
+    if not all(placement.is_replicate() or isinstance(placement, Shard) for placement in param.placements):
+        return False
+    try:
+        join_meshes(mesh, param.device_mesh)
+    except (RuntimeError, ValueError, AssertionError):  # dimensions of different meshes
+        return False
+    return True
+
+
+def _shard_dim(param: nn.Parameter, path: str, mesh: DeviceMesh, placement_fn: PlacementFunction) -> int:
+    """The dimension that the user's function names. Along another one than 0, ranks have equal parts."""
+    placement, shape = placement_fn(param), tuple(local_shape(param))
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ShardPlacementError(path, repr(placement), "None or Shard(dim)")
+    dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
+    if not 0 <= dim < max(len(shape), 1):
+        raise ShardPlacementError(path, repr(placement), f"a dimension of its shape {shape}")
+    if dim and shape[dim] % num_shards(mesh):
+        expected = f"a dimension of its shape {shape} that {num_shards(mesh)} ranks divide, or dimension 0"
+        raise ShardPlacementError(path, repr(placement), expected)
+    return dim
+
+
+def local_shape(param: torch.Tensor) -> torch.Size:
+    """Shape of what this rank has of a parameter: with tensor parallelism, a part."""
+    return local_tensor(param).shape if isinstance(param, DTensor) else param.shape
+
+
 def _check_captured(target: nn.Module, plan: Named) -> None:
     """Find lists, tuples and dicts of parameters in module attributes (nn.LSTM keeps its flat weights so)."""
-    ids = {id(param): path for param, _, path in plan}
+    ids = {id(planned.param): planned.path for planned in plan}
     for prefix, child in target.named_modules():
         for attribute, value in child.__dict__.items():
             if attribute in ("_parameters", "_buffers", "_modules"):

@@ -26,7 +26,7 @@ ROOT_LABEL = "root"
 
 # What a copy shares with the original, and what it copies; all the rest begins as in a new unit.
 _SETTINGS = {"mesh", "mp_policy", "reshard_after_forward", "name", "is_root", "syncs_gradients", "unshards_in_backward"}
-_SETTINGS |= {"reshards_after_backward", "divide_factor", "reduces_replicas"}
+_SETTINGS |= {"reshards_after_backward", "divide_factor", "reduces_replicas", "kept_group"}
 _COPIED = ("module", "params", "scalars", "borrows_from", "forward_prefetch", "backward_prefetch")
 
 
@@ -40,6 +40,7 @@ class FsdpUnit:
         name: path of `module` in the outermost sharded module; "" for that module itself.
         is_root: whether no sharded module contains this one.
         reshard_after_forward: None leaves the choice to `reshards_after_forward`.
+        kept_group: the ranks over which parameters stay sharded between forward and backward; None: all.
         context: shared with the root and every unit nested in it.
         label: this unit's identity as data for compiled graphs (see `regions.new_label`).
     """
@@ -52,14 +53,17 @@ class FsdpUnit:
     context: FsdpContext
     name: str = ""
     is_root: bool = True
+    kept_group: dist.ProcessGroup | None = None
     # What the eager fallback knows of the unit. The versions of the shards that were gathered (None: not gathered): an
-    # optimizer's step changes them, and the gathered values are then old; and those of the last forward. The wait of a
+    # optimizer's step changes them, and the gathered values are then old; and those of the last forward, and of what a
+    # forward kept on fewer ranks. The wait of a
     # gather on its way. The parameters whose gradients are complete in this backward, whether they are reduced, and
     # whether the gradients of the unit's inputs are made. The units to gather ahead, None for the order seen before.
     # Whether a compiled forward of the unit has begun and not ended: eager code that runs meanwhile runs behind a graph
     # break.
     gathered_versions: list[tuple[int, ...]] | None = None
     forward_versions: list[tuple[int, ...]] | None = None
+    kept_versions: list[tuple[int, ...]] | None = None
     pending_gather: Callable[[], None] | None = None
     ready_grads: set[FsdpParameter] = dataclasses.field(default_factory=set)
     accumulating: set[FsdpParameter] = dataclasses.field(default_factory=set)  # parameters with `accumulated_grad`
@@ -118,6 +122,11 @@ class FsdpUnit:
         return self.gathered_versions is not None and self.pending_gather is None
 
     @property
+    def kept_world_size(self) -> int:
+        """Ranks in `kept_group`; 0 without one."""
+        return 0 if self.kept_group is None else self.kept_group.size()
+
+    @property
     def reshards_after_forward(self) -> bool:
         """Whether gathered parameters are dropped between forward and backward; by default all units but the root,
         whose parameters would be gathered again at once."""
@@ -136,7 +145,8 @@ class FsdpUnit:
     def sync_replicas(self) -> None:
         """Overwrite the parameters of all replicas with those of the first. Every rank calls it."""
         with torch.no_grad():
-            send_to_replicas([param.shard() for param in (*self.params, *self.scalars)], self.mesh)
+            shards = [param.shard() for param in self.params] + [scalar.shard() for scalar in self.scalars]
+            send_to_replicas(shards, self.mesh)
 
     def rename(self, name: str, *, is_root: bool) -> None:
         """Called when a surrounding module is sharded: only then is the path from the root known."""

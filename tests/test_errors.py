@@ -22,9 +22,10 @@ EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
     errors.UnitInUseError: ("layers.0", "forward"),
     errors.StaleParametersError: ("layers.0",),
     errors.DeviceError: ("layers.0", "cuda:0", "cpu"),
-    errors.MeshError: ("one with 2 dimensions, ('replicate', 'shard')",),
-    errors.UnsupportedArgumentError: ("reshard_after_forward", 2, "Use True, False or None."),
+    errors.MeshError: ("one with 3 dimensions, ('replicate', 'shard', 'tensor')",),
+    errors.UnsupportedArgumentError: ("dp_mesh_dims", "shard", "Pass mesh['shard']."),
     errors.UnsupportedParameterError: ("scale", "a scalar", "Give it the shape (1,)."),
+    errors.ShardPlacementError: ("head.weight", "Shard(dim=1)", "a dimension of its shape (8, 5) that 2 ranks divide"),
     errors.IntegerParameterError: ("table", "torch.int64"),
     errors.CapturedParameterError: ("weight_ih_l0", "lstm", "_flat_weights"),
     errors.UnitPatternError: ("blocks.*", [f"layers.{i}" for i in range(20)]),
@@ -88,7 +89,8 @@ Linear: expected children to be sharded before their parents, found that the uni
         parameter 'weight'. Call fully_shard on the innermost modules first and on the root last.
 [ForeignDTensorError]
 head.weight: expected a plain tensor to shard on mesh (2,), found a DTensor on mesh (4,) as (Replicate(),). Shard
-        each parameter with one library only; to leave this one as it is, pass it in ignored_params.
+        each parameter with one library only; to leave this one as it is, pass it in ignored_params. With tensor
+        parallelism, pass another dimension of the same mesh with named dimensions, for example mesh['dp'].
 [NoForwardError]
 layers (ModuleList): expected a module with a forward of its own, found a container, whose hooks never run. Shard
         its children (units=['<path>.*']), or the module that holds it.
@@ -105,12 +107,15 @@ unit 'layers.0': expected the parameters of the forward, found that they were wr
 unit 'layers.0': expected its parameters on cuda:0, as those of the units that ran before, found them on cpu. All
         units under one root share a communication stream: move the model as a whole.
 [MeshError]
-mesh: expected a DeviceMesh with one dimension, found one with 2 dimensions, ('replicate', 'shard'). Take one
-        dimension of it, for example mesh['shard'].
+mesh: expected a DeviceMesh with one dimension, or two (replicas, shards), found one with 3 dimensions,
+        ('replicate', 'shard', 'tensor'). Take these of it, for example mesh['shard'] or mesh['replicate', 'shard'].
 [UnsupportedArgumentError]
-reshard_after_forward: found 2, which is not supported. Use True, False or None.
+dp_mesh_dims: found 'shard', which is not supported. Pass mesh['shard'].
 [UnsupportedParameterError]
 scale: expected a parameter that can be split along dimension 0, found a scalar. Give it the shape (1,).
+[ShardPlacementError]
+head.weight: expected shard_placement_fn to return a dimension of its shape (8, 5) that 2 ranks divide, found
+        Shard(dim=1). Let it return None for this parameter, which shards it along dimension 0.
 [IntegerParameterError]
 table: expected a floating-point dtype because the parameter requires a gradient, found torch.int64. Freeze it with
         requires_grad_(False), or store it as a buffer.

@@ -118,6 +118,8 @@ def test_grouped_eager_collectives(mesh_of_one: dist.DeviceMesh) -> None:
         collective(outputs, inputs, group).wait()
         for output, value in zip(outputs, inputs, strict=True):
             assert torch.equal(output, value)
+    compat.all_reduce_coalesced(outputs, group, average=False).wait()  # in place; the sum over one rank
+    assert all(map(torch.equal, outputs, inputs))
 
 
 def test_a_wait_of_functional_collectives_waits_for_registered_work(mesh_of_one: dist.DeviceMesh) -> None:

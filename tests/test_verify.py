@@ -230,7 +230,7 @@ def test_an_all_reduce_starts_behind_the_wait_of_what_it_sends_on(text: str, pro
         dataclasses.replace(event, reads=(reduced,))
         if event.kind == "start" and event.bucket.kind == ALL_REDUCE
         else event
-        for event in schedule(text, {"a0": Bucket(ALL_REDUCE, 0, 0, 1, 50, torch.float32, num_replicas=2)})
+        for event in schedule(text, {"a0": Bucket(ALL_REDUCE, 0, 0, 1, 50, torch.float32, num_ranks=2)})
     ]
     problems = check_schedule(events, prefetch=1).problems
     assert [one.split(" of its bucket")[0] for one in problems] == (

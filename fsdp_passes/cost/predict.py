@@ -49,9 +49,13 @@ class GraphModel:
         """The communication row that a collective queues on. Replicas have a group of their own."""
         return ONE_ROW if self.has_one_stream and bucket.kind != ALL_REDUCE else ROWS[bucket.kind]
 
+    def is_kept(self, bucket: Bucket) -> bool:
+        """Whether it gathers what fewer ranks kept from the forward: as many as were traced, whatever the others."""
+        return bucket.kind == ALL_GATHER and bucket.num_ranks not in (0, self.world_size)
+
     def bucket_bytes(self, bucket: Bucket, world_size: int) -> int:
         """Bytes of a bucket's whole tensors, padded for `world_size` ranks; of an all-reduce, of a rank's rows."""
-        if world_size == self.world_size:
+        if world_size == self.world_size or self.is_kept(bucket):
             return bucket.num_bytes
         whole: int = sum(shape.padded_rows(world_size) * shape.bytes_per_row for shape in bucket.shapes)
         return whole // world_size if bucket.kind == ALL_REDUCE else whole
@@ -60,8 +64,8 @@ class GraphModel:
         """How long a collective takes with the parameters sharded over `world_size` ranks."""
         num_bytes = self.bucket_bytes(bucket, world_size)
         if bucket.kind == ALL_REDUCE:
-            return all_reduce_us(num_bytes, bucket.num_replicas, world_size, cluster)
-        return collective_us(num_bytes, world_size, cluster)
+            return all_reduce_us(num_bytes, bucket.num_ranks, world_size, cluster)
+        return collective_us(num_bytes, bucket.num_ranks if self.is_kept(bucket) else world_size, cluster)
 
     def timed_steps(self, cluster: Cluster, world_size: int) -> list[TimedStep]:
         """Steps with durations; with two streams reduce-scatters have a row of their own, all-reduces always."""

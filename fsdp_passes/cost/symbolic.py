@@ -227,27 +227,34 @@ def _exposures(
 
 
 def _communication_us(model: GraphModel, bucket: Bucket, cluster: Cluster) -> sympy.Expr:
-    """ "bandwidth" and "latency_us" are those of the ranks that share one copy. Between replicas they are the cluster's,
-    for as many ranks in a copy as were traced."""
+    """BANDWIDTH and LATENCY_US are those of the ranks that share one copy. Between replicas, and among the fewer ranks
+    that kept a parameter, they are the cluster's, for as many ranks as were traced."""
     received = received_bytes(model, bucket)
+    if model.is_kept(bucket):
+        latency = latency_us(bucket.num_ranks, cluster)
+        return latency + received / bandwidth(bucket.num_ranks, cluster) * 1_000_000
     if bucket.kind != ALL_REDUCE:
         return LATENCY_US + received / BANDWIDTH * 1_000_000
     cluster = between_replicas(cluster, model.world_size)
-    latency = 2 * latency_us(bucket.num_replicas, cluster) - cluster.base_latency_us
-    return latency + received / bandwidth(bucket.num_replicas, cluster) * 1_000_000
+    latency = 2 * latency_us(bucket.num_ranks, cluster) - cluster.base_latency_us
+    return latency + received / bandwidth(bucket.num_ranks, cluster) * 1_000_000
 
 
 def received_bytes(model: GraphModel, bucket: Bucket) -> sympy.Expr:
     """Bytes that a rank receives in a collective."""
     if bucket.kind == ALL_REDUCE:
         # A reduce-scatter and an all-gather of this rank's rows.
-        share = 2 * sympy.Rational(bucket.num_replicas - 1, bucket.num_replicas)
+        share = 2 * sympy.Rational(bucket.num_ranks - 1, bucket.num_ranks)
         return share * bucket_bytes(model, bucket) / WORLD_SIZE
+    if model.is_kept(bucket):
+        return sympy.Rational(bucket.num_ranks - 1, bucket.num_ranks) * bucket.num_bytes
     return SHARE * bucket_bytes(model, bucket)
 
 
 def bucket_bytes(model: GraphModel, bucket: Bucket) -> sympy.Expr:
     """Bytes of a bucket's whole tensors, each padded to a multiple of the ranks in rows."""
+    if model.is_kept(bucket):
+        return sympy.Integer(bucket.num_bytes)
     total: sympy.Expr = sympy.Integer(0)
     for shape in bucket.shapes:
         total += sympy.ceiling(sympy.Integer(shape.rows) / WORLD_SIZE) * WORLD_SIZE * shape.bytes_per_row

@@ -40,6 +40,18 @@ class BucketBuilder:
         node.meta[ROLE_META] = role
         return node
 
+    def reorder(
+        self, role: str, node: fx.Node, shape: list[Any], source: int, destination: int, result: torch.Size
+    ) -> fx.Node:
+        """`node` seen in `shape`, its dimension `source` moved to `destination`, as a contiguous tensor of the shape
+        `result`: how shards along another dimension than 0 come together, and apart."""
+        order = [dim for dim in range(len(shape)) if dim != source]
+        order.insert(destination, source)
+        node = self.call(role, aten.view.default, node, shape)
+        node = self.call(role, aten.permute.default, node, order)
+        node = self.call(role, aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self.call(role, aten.view.default, node, list(result))
+
     def cast(self, role: str, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         """`node` in `dtype`; the node itself when it already is."""
         if node.meta["val"].dtype == dtype:

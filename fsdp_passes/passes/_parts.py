@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import fx
 
-from fsdp_passes.ops import REDUCE_GRAD
+from fsdp_passes.ops import REDUCE_GRAD, UNSHARD
 from fsdp_passes.schedule import ShardedShape, is_heavy
 
 # A collective of fewer bytes is mostly latency: two of them would take longer than the one they were.
@@ -75,8 +76,20 @@ def reduced_bytes(node: fx.Node) -> int:
 
 def gradient_shape(node: fx.Node) -> ShardedShape:
     """The whole gradient of a `reduce_grad` node."""
-    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
-    return ShardedShape(int(shape[0]), shape[1:].numel() * node.args[5].itemsize)  # type: ignore[union-attr]
+    grad, dtype = node.args[0], node.args[5]
+    return sharded_shape(grad.meta["val"], shard_dim_of(node), dtype)  # type: ignore[union-attr, arg-type]
+
+
+def sharded_shape(whole: torch.Tensor, shard_dim: int, dtype: torch.dtype) -> ShardedShape:
+    """A whole tensor that travels in `dtype`; the dimension along which it is sharded counts as its rows."""
+    rows = int(whole.shape[shard_dim])
+    return ShardedShape(rows, whole.numel() // rows * dtype.itemsize)
+
+
+def shard_dim_of(node: fx.Node) -> int:
+    """Along which dimension the parameter of an `unshard` or `reduce_grad` node is sharded."""
+    place = 17 if node.target is UNSHARD else 8
+    return int(node.args[place]) if len(node.args) > place else 0  # type: ignore[arg-type]
 
 
 def _unit_of(node: fx.Node) -> int:

@@ -10,7 +10,7 @@ from torch import fx
 from fsdp_passes.gather_ops import ALL_GATHER_OP
 from fsdp_passes.ops import UNSHARD, c10d
 from fsdp_passes.passes._graph import BucketBuilder, aten
-from fsdp_passes.passes._parts import Part, split_units
+from fsdp_passes.passes._parts import Part, shard_dim_of, sharded_shape, split_units
 from fsdp_passes.schedule import ALL_GATHER, FINISH, START, WAIT, Bucket, ShardedShape
 
 
@@ -46,7 +46,7 @@ def bucket_all_gathers(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
         reshard = bool(nodes[0].args[9])
         bucket = Bucket(
             *(ALL_GATHER, len(buckets), unit, len(nodes), gathered_bytes, dtype, reshard),
-            *(part.run, part.half, tuple(map(_shape, nodes))),
+            *(part.run, part.half, tuple(map(_shape, nodes)), int(nodes[0].args[4])),  # type: ignore[arg-type]
         )
         builder = BucketBuilder(graph, bucket, nodes[0])
         with graph.inserting_before(nodes[0]):
@@ -65,8 +65,7 @@ def _gathered_bytes(node: fx.Node) -> int:
 
 
 def _shape(node: fx.Node) -> ShardedShape:
-    row = node.args[0].meta["val"].shape[1:]  # type: ignore[union-attr]
-    return ShardedShape(int(node.args[3]), row.numel() * node.args[7].itemsize)  # type: ignore[arg-type,union-attr]
+    return sharded_shape(node.meta["val"], shard_dim_of(node), node.args[7])  # type: ignore[arg-type]
 
 
 def _start(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dtype, group_name: str, packed: bool) -> fx.Node:
@@ -81,7 +80,7 @@ def _gather_coalesced(
     start = _start(builder, nodes, dtype, group_name, packed=False)
     items = [builder.call(WAIT, operator.getitem, start, i) for i in range(len(nodes))]
     waits = [builder.call(WAIT, c10d.wait_tensor.default, item) for item in items]
-    return [_narrow(builder, wait, node.args[3]) for wait, node in zip(waits, nodes, strict=True)]  # type: ignore[arg-type]
+    return [_whole(builder, wait, node) for wait, node in zip(waits, nodes, strict=True)]
 
 
 def _gather_packed(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dtype, group_name: str) -> list[fx.Node]:
@@ -96,13 +95,18 @@ def _gather_packed(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dt
         rows = builder.call(FINISH, aten.slice.Tensor, table, 1, offset, offset + size)
         rows = builder.call(FINISH, aten.clone.default, rows, memory_format=torch.contiguous_format)
         whole = builder.call(FINISH, aten.view.default, rows, [shape[0] * world_size, *shape[1:]])
-        results.append(_narrow(builder, whole, node.args[3]))  # type: ignore[arg-type]
+        results.append(_whole(builder, whole, node))
         offset += size
     return results
 
 
-def _narrow(builder: BucketBuilder, whole: fx.Node, rows: int) -> fx.Node:
-    """Leave out the padding rows, which lie behind the parameter's own; a view."""
-    if whole.meta["val"].shape[0] == rows:
-        return whole
-    return builder.call(FINISH, aten.slice.Tensor, whole, 0, 0, rows)
+def _whole(builder: BucketBuilder, gathered: fx.Node, node: fx.Node) -> fx.Node:
+    """The parameter from the shards of all ranks, one behind the other. Padding rows are last: leaving them out is a
+    view. Parts along another dimension than 0 are put together by a copy."""
+    rows, dim = node.args[3], shard_dim_of(node)
+    if dim:
+        parts = [node.args[4], *node.args[0].meta["val"].shape]  # type: ignore[union-attr]
+        return builder.reorder(FINISH, gathered, parts, 0, dim, node.meta["val"].shape)
+    if gathered.meta["val"].shape[0] == rows:
+        return gathered
+    return builder.call(FINISH, aten.slice.Tensor, gathered, 0, 0, rows)

@@ -35,7 +35,7 @@ def bucket_all_reduces(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
     # Numbered in the order in which they can start.
     for (unit, part, dtype, group_name), nodes in sorted(groups.items(), key=lambda item: order[item[1][-1]]):
         sources = [_source(node) for node in nodes]
-        num_bytes = sum(reduced_bytes(source) // source.args[3] for source in sources)  # type: ignore[operator]
+        num_bytes = sum(reduced_bytes(source) // source.args[3] for source in sources)  # type: ignore[misc, operator]
         shapes = tuple(map(gradient_shape, sources))
         bucket = Bucket(
             *(ALL_REDUCE, len(buckets), unit, len(nodes), num_bytes, dtype, True),

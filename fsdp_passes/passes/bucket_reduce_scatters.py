@@ -9,7 +9,7 @@ from torch import fx
 
 from fsdp_passes.ops import GradientDivision, c10d, gradient_division, group_averages
 from fsdp_passes.passes._graph import BucketBuilder, aten
-from fsdp_passes.passes._parts import Part, gradient_shape, reduced_bytes, reduction_parts
+from fsdp_passes.passes._parts import Part, gradient_shape, reduced_bytes, reduction_parts, shard_dim_of
 from fsdp_passes.schedule import FINISH, PREPARE, REDUCE_SCATTER, START, WAIT, Bucket
 
 
@@ -31,7 +31,7 @@ def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]
     groups: dict[tuple[int, Part, torch.dtype, str], list[fx.Node]] = {}
     for node in parts:
         _, _, unit, _, group_name, reduce_dtype, *_ = node.args
-        groups.setdefault((unit, parts[node], reduce_dtype, group_name), []).append(node)
+        groups.setdefault((unit, parts[node], reduce_dtype, group_name), []).append(node)  # type: ignore[arg-type]
     order = {node: index for index, node in enumerate(graph.nodes)}
     # Buckets are numbered in the order in which they can start.
     by_last_grad = sorted(groups.items(), key=lambda item: max(order[node] for node in item[1]))
@@ -40,7 +40,7 @@ def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]
         wire_bytes = sum(map(reduced_bytes, nodes))
         bucket = Bucket(
             *(REDUCE_SCATTER, len(buckets), unit, len(nodes), wire_bytes, dtype, True),
-            *(part.run, part.half, tuple(map(gradient_shape, nodes))),
+            *(part.run, part.half, tuple(map(gradient_shape, nodes)), int(nodes[0].args[3])),  # type: ignore[arg-type]
         )
         last = max(nodes, key=lambda node: order[node])
         builder = BucketBuilder(graph, bucket, last)
@@ -104,8 +104,9 @@ def _reduce_packed(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dt
 
 def _division(node: fx.Node) -> GradientDivision:
     """A unit's gradients have one factor."""
-    _, _, _, world_size, group_name, dtype, _, *factor = node.args
-    return gradient_division(world_size, dtype, *(factor or [None]), averages=group_averages(group_name))  # type: ignore[arg-type]
+    _, _, _, world_size, group_name, dtype, _, *more = node.args
+    factor = more[0] if more else None
+    return gradient_division(world_size, dtype, factor, averages=group_averages(group_name))  # type: ignore[arg-type]
 
 
 def _pad(builder: BucketBuilder, node: fx.Node, dtype: torch.dtype, division: GradientDivision) -> fx.Node:
@@ -113,7 +114,11 @@ def _pad(builder: BucketBuilder, node: fx.Node, dtype: torch.dtype, division: Gr
     grad = builder.cast(PREPARE, grad, dtype)  # type: ignore[arg-type]
     if division.before != 1.0:
         grad = builder.call(PREPARE, aten.mul.Tensor, grad, division.before)
-    value = grad.meta["val"]
+    value, dim = grad.meta["val"], shard_dim_of(node)
+    if dim:
+        parts = [*value.shape[:dim], world_size, -1, *value.shape[dim + 1 :]]
+        result = torch.Size((world_size * value.shape[0], *node.meta["val"].shape[1:]))  # type: ignore[operator]
+        return builder.reorder(PREPARE, _contiguous(builder, grad), parts, dim, 0, result)
     missing = -value.shape[0] % world_size  # type: ignore[operator]
     if missing == 0:
         return grad

@@ -82,9 +82,12 @@ def insert_unshard(gm: fx.GraphModule, uses: Sequence[ParameterUse], *, reduce_g
 
 def _gradient_arguments(param: FsdpParameter, sink: fx.Node | None) -> list[Any]:
     """From `divide_factor` on; left out at the end where they are the defaults, so that graphs stay short to read."""
-    arguments: list[Any] = [param.unit.divide_factor]
-    if sink is not None:
-        return [*arguments, sink] if param.keeps_whole_grad else [*arguments, None, sink]
-    if param.num_replicas > 1:
-        return [*arguments, None, None, param.num_replicas, param.replica_group_name]
-    return arguments if arguments[0] is not None else []
+    unit = param.unit
+    whole, partial = (sink, None) if param.keeps_whole_grad else (None, sink)
+    replicas = [1, ""] if sink is not None else [param.num_replicas, param.replica_group_name]
+    kept = [0, ""] if unit.kept_group is None else [unit.kept_world_size, unit.kept_group.group_name]
+    arguments: list[Any] = [unit.divide_factor, whole, partial, *replicas, *kept, param.shard_dim]
+    defaults: list[Any] = [None, None, None, 1, "", 0, "", 0]
+    while arguments and (arguments[-1] is None or (arguments[-1] == defaults[len(arguments) - 1])):
+        arguments.pop()
+    return arguments

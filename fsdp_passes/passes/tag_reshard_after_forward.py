@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from fsdp_passes._torch_compat import CheckpointPolicy
-from fsdp_passes.ops import UNSHARD
+from fsdp_passes.ops import KEEP_PART, UNSHARD
 
 aten = torch.ops.aten
 # Besides views: what turns a weight into the same weight in another dtype or layout.
@@ -38,7 +38,8 @@ def weight_chain(gathered: fx.Node) -> list[fx.Node]:
 
 
 def tag_reshard_after_forward(graph: fx.Graph) -> int:
-    """Tag `unshard` and its views and casts: recompute in the backward, or save when the unit does not reshard.
+    """Tag `unshard` and its views and casts: recompute in the backward, or save when the unit does not reshard. What
+    `keep_part` makes is saved.
 
     The tag's `ac_graph_id` lies above every activation-checkpoint region's: where a checkpointed block reads the
     weight, the partitioner would otherwise take the weight for the boundary between two regions and save it. Only our
@@ -51,6 +52,9 @@ def tag_reshard_after_forward(graph: fx.Graph) -> int:
     ours = {node for gathered in weights for node in weight_chain(gathered)}
     graph_id = 1 + max((node.meta.get("ac_graph_id", 0) for node in graph.nodes if node not in ours), default=0)
     num_tagged = 0
+    for part in graph.find_nodes(op="call_function", target=KEEP_PART):
+        part.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        part.meta["ac_graph_id"] = graph_id
     for gathered in weights:
         reshard = gathered.args[9]
         policy = CheckpointPolicy.MUST_RECOMPUTE if reshard else CheckpointPolicy.MUST_SAVE

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp_passes import errors, fully_shard, overlap_fsdp
 from tests.distributed.checks import compiled, float_batches
@@ -119,10 +119,10 @@ class TestFullyShard:
             fully_shard(model, units=["layers.*"])
         fully_shard(model, units=["layers.*"], ignored_params={model.layers[1].weight})
 
-    def test_a_mesh_of_two_dimensions(self) -> None:
+    def test_a_mesh_of_three_dimensions(self) -> None:
         model = Model()
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-        parts = "expected a DeviceMesh with one dimension", "2 dimensions", "replicate", "mesh['shard']"
+        mesh = init_device_mesh("cpu", (2, 4, 1), mesh_dim_names=("replicate", "shard", "tensor"))
+        parts = "expected a DeviceMesh with one dimension, or two", "3 dimensions", "tensor", "mesh['shard']"
         with refused(model, errors.MeshError, "mesh", *parts):
             fully_shard(model, mesh=mesh)
         assert_still_trains(model, torch.ones(2, 8))
@@ -132,9 +132,6 @@ class TestFullyShard:
     @pytest.mark.parametrize(
         ("argument", "value"),
         [
-            ("reshard_after_forward", 4),
-            ("reshard_after_forward", "yes"),
-            ("shard_placement_fn", lambda param: Shard(1)),
             ("offload_policy", CPUOffloadPolicy()),
             ("dp_mesh_dims", ("shard",)),
         ],
@@ -145,6 +142,30 @@ class TestFullyShard:
             fully_shard(model, **{argument: value})
         assert_still_trains(model, torch.ones(2, 8))
         fully_shard(model, reshard_after_forward=True, offload_policy=OffloadPolicy())
+
+    @pytest.mark.parametrize("value", [3, 16, 0, "yes", 2.0])
+    def test_a_number_that_does_not_divide_the_ranks(self, value: Any) -> None:
+        model = Model()
+        with refused(model, errors.OptionValueError, "reshard_after_forward", "a divisor of 8", repr(value)):
+            fully_shard(model, reshard_after_forward=value)
+        fully_shard(model, reshard_after_forward=4)
+
+    @pytest.mark.parametrize(
+        ("placement", "expected"),
+        [
+            (Shard(2), "a dimension of its shape"),
+            (Shard(-3), "a dimension of its shape"),
+            (Replicate(), "None or Shard(dim)"),
+            (1, "None or Shard(dim)"),
+            (Shard(1), "that 8 ranks divide"),
+        ],
+    )
+    def test_placements_that_a_parameter_cannot_have(self, placement: Any, expected: str) -> None:
+        model = nn.Linear(7, 8)
+        with refused(model, errors.ShardPlacementError, "weight", expected, repr(placement)):
+            fully_shard(model, shard_placement_fn=lambda param: placement if param.dim() == 2 else None)
+        fully_shard(model, shard_placement_fn=lambda param: Shard(-2) if param.dim() == 2 else None)
+        assert model.weight.placements == (Shard(0),)
 
     @pytest.mark.parametrize(
         ("value", "found", "instead"),

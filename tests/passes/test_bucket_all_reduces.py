@@ -134,7 +134,7 @@ def test_every_reduce_scatter_has_one_all_reduce_of_its_rows() -> None:
         bucket = event.bucket
         assert (bucket.unit, bucket.run, bucket.half) == (source.unit, source.run, source.half)
         assert bucket.num_bytes * 4 == source.num_bytes
-        assert bucket.num_replicas == 2
+        assert bucket.num_ranks == 2
         assert bucket.shapes == source.shapes
 
 
