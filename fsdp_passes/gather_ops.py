@@ -7,7 +7,10 @@ same for the first unit of a graph: the graph before it, or an eager unit, may h
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,6 +50,31 @@ class StartedGather(NamedTuple):
     work: Any
 
 
+class _Starts(threading.local):
+    """Results of the collectives that the forward graph which runs on this thread has started."""
+
+    def __init__(self) -> None:
+        self.results: list[weakref.ref[Tensor]] = []
+
+
+_starts = _Starts()
+
+
+def forget_starts() -> None:
+    """A forward graph begins."""
+    _starts.results.clear()
+
+
+def await_starts() -> None:
+    """A forward graph was left by an exception: wait for what it has started, since no node of it will."""
+    for reference in _starts.results:
+        result = reference()
+        if result is not None:
+            with contextlib.suppress(RuntimeError):  # a rank has ended: the exception that is raised comes first
+                c10d.wait_tensor(result)
+    _starts.results.clear()
+
+
 def _start(shards: list[Tensor], world_size: int, group_name: str, dtype: torch.dtype, packed: bool) -> list[Tensor]:
     """Start the collective. The results are undefined until `wait_tensor` was called on each.
 
@@ -55,8 +83,15 @@ def _start(shards: list[Tensor], world_size: int, group_name: str, dtype: torch.
     """
     inputs = _to_send(shards, dtype, packed)
     if packed:
-        return [c10d.all_gather_into_tensor(inputs[0], world_size, group_name)]
-    gathered: list[Tensor] = c10d.all_gather_into_tensor_coalesced(inputs, world_size, group_name)
+        gathered: list[Tensor] = [c10d.all_gather_into_tensor(inputs[0], world_size, group_name)]
+    else:
+        gathered = c10d.all_gather_into_tensor_coalesced(inputs, world_size, group_name)
+    return _note_starts(gathered)
+
+
+def _note_starts(gathered: list[Tensor]) -> list[Tensor]:
+    if not is_in_backward():
+        _starts.results += map(weakref.ref, gathered)
     return gathered
 
 
@@ -106,7 +141,7 @@ def _all_gather_ahead(
         if found.versions == [param.values_version for param in params]:
             for tensor in found.gathered:
                 register_work(tensor, found.work)  # from here on, the graph's `wait_tensor` waits for it
-            return found.gathered
+            return _note_starts(found.gathered)
         _drop(request, found)  # an optimizer stepped in between
     return _start(shards, world_size, group_name, dtype, packed)
 

@@ -6,7 +6,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import textwrap
 import time
 import unittest.mock
 from typing import Any
@@ -212,48 +211,69 @@ def test_an_unknown_flag_is_refused() -> None:
 
 # ---- everything that was started is awaited --------------------------------------------------------------------------
 
+BETWEEN_GRAPHS = """
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+    def forward(self, x, index):
+        x = torch.tanh(self.linear(x))
+        torch._dynamo.graph_break()
+        if index.item() > 7:
+            raise IndexError("planted")
+        return x
+"""
+INSIDE_A_GRAPH = """
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 8)
+    def forward(self, x, index):
+        return torch.tanh(x + self.embedding(index))
+"""
 SCRIPT = """
 import torch
 import torch.distributed as dist
 from torch import nn
 from fsdp_passes import fully_shard, overlap_fsdp
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-
-class Layer(nn.Module):
+class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.fails = False
-    def forward(self, x):
-        x = torch.tanh(self.linear(x))
-        torch._dynamo.graph_break()
-        if self.fails:
-            raise ValueError("planted")
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+    def forward(self, x, index):
+        for layer in self.layers:
+            x = layer(x, index)
         return x
 
-model = nn.Sequential(*[Layer() for _ in range(3)])
-fully_shard(model, units=["*"])
-call = MODEL
-for fails in (False, False, True):
-    model[1].fails = fails
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = fully_shard(Model(), units=["layers.*"])
+call = CALL
+for index in (1, 2, 99):  # an eager fallback finds it in the first layer, with the second one's weights on their way
     try:
-        call(torch.ones(2, 8)).sum().backward()
-    except ValueError:
-        print("raised")
+        call(torch.ones(2, 8), torch.tensor([index])).sum().backward()
+    except (IndexError, RuntimeError) as error:
+        print(index, "planted" in str(error) or "out of range" in str(error) or "out of bounds" in str(error))
 dist.destroy_process_group()
 """
+CALLS = {
+    "fallback": "model",
+    "aot_eager": "torch.compile(model, backend=overlap_fsdp, options={'inner': 'aot_eager'})",
+    "inductor": "torch.compile(model, backend=overlap_fsdp)",
+}
 
 
 @pytest.mark.parametrize(
-    "model", ["model", "torch.compile(model, backend=overlap_fsdp, options={'inner': 'aot_eager'})"]
+    ("where", "way"),
+    [(BETWEEN_GRAPHS, "fallback"), (BETWEEN_GRAPHS, "aot_eager"), *[(INSIDE_A_GRAPH, way) for way in CALLS]],
+    ids=lambda value: value if value in CALLS else "between" if value == BETWEEN_GRAPHS else "inside",
 )
-def test_a_process_that_ends_behind_a_graph_break_and_an_exception_leaves_nothing_unawaited(
-    tmp_path: pathlib.Path, model: str
+def test_a_process_that_ends_behind_an_exception_leaves_nothing_unawaited(
+    tmp_path: pathlib.Path, where: str, way: str
 ) -> None:
     script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT).replace("MODEL", model))
+    script.write_text(SCRIPT.replace("CALL", CALLS[way]).replace("class Model", where + "\nclass Model"))
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
@@ -268,6 +288,5 @@ def test_a_process_that_ends_behind_a_graph_break_and_an_exception_leaves_nothin
     for rank in ranks:
         out, err = rank.communicate(timeout=200)
         assert rank.returncode == 0, err
-        assert out == "raised\n"
-        assert "unwaited" not in err
+        assert out == "99 True\n"
         assert "collective" not in err, err
