@@ -41,7 +41,25 @@ def test_golden_joint() -> None:
     graph = graph_of_two_weights()
     assert reshard_to_group(graph) == 2
     graph.lint()
-    assert_expected_inline(short(graph_text(graph)), """""")
+    assert_expected_inline(
+        short(graph_text(graph)),
+        """\
+a_1: float32[1, 8] = input
+b_1: float32[1, 8] = input
+x_1: float32[4, 7] = input
+unshard: float32[7, 8] = unshard(a_1, None, 0, 7, 8, '0', '0', float32, float32, True, None, None, None, 1, '', 2,
+        '0')
+keep_part_default: float32[4, 8] = keep_part(unshard, 2, '0')
+unshard_default: float32[7, 8] = unshard(keep_part_default, None, 0, 7, 2, '0', '0', float32, float32, True)
+mm: float32[4, 8] = aten.mm(x_1, unshard_default)
+relu: float32[4, 8] = aten.relu(mm)
+unshard_1: float32[8, 8] = unshard(b_1, None, 0, 8, 8, '0', '0', float32, float32, True, None, None, None, 1, '', 2,
+        '0')
+keep_part_default_1: float32[4, 8] = keep_part(unshard_1, 2, '0')
+unshard_default_1: float32[8, 8] = unshard(keep_part_default_1, None, 0, 8, 2, '0', '0', float32, float32, True)
+mm_1: float32[4, 8] = aten.mm(relu, unshard_default_1)
+return mm_1""",
+    )
 
 
 @pytest.mark.usefixtures("eight_fake_ranks")
@@ -52,7 +70,23 @@ def test_golden_forward_keeps_parts_behind_the_last_read_of_the_unit() -> None:
     output.args = ([output.args[0], *graph.find_nodes(op="call_function", target=KEEP_PART)],)
     assert read_first_gather(graph) == 2
     graph.lint()
-    assert_expected_inline(short(graph_text(graph)), """""")
+    assert_expected_inline(
+        short(graph_text(graph)),
+        """\
+a_1: float32[1, 8] = input
+b_1: float32[1, 8] = input
+x_1: float32[4, 7] = input
+unshard: float32[7, 8] = unshard(a_1, None, 0, 7, 8, '0', '0', float32, float32, True, None, None, None, 1, '', 2,
+        '0')
+mm: float32[4, 8] = aten.mm(x_1, unshard)
+relu: float32[4, 8] = aten.relu(mm)
+unshard_1: float32[8, 8] = unshard(b_1, None, 0, 8, 8, '0', '0', float32, float32, True, None, None, None, 1, '', 2,
+        '0')
+mm_1: float32[4, 8] = aten.mm(relu, unshard_1)
+keep_part_default: float32[4, 8] = keep_part(unshard, 2, '0')
+keep_part_default_1: float32[4, 8] = keep_part(unshard_1, 2, '0')
+return [mm_1, keep_part_default, keep_part_default_1]""",
+    )
 
 
 @pytest.mark.usefixtures("eight_fake_ranks")
