@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 examples/hf_llama.py --steps 20
     torchrun --nproc-per-node 2 examples/hf_llama.py --steps 20 --eager          # not compiled
     torchrun --nproc-per-node 2 examples/hf_llama.py --steps 20 --accumulate 4   # four micro-batches, one reduction
+    torchrun --nproc-per-node 4 examples/hf_llama.py --steps 20 --mesh 2x2       # two replicas of two shards
     python examples/hf_llama.py --steps 20 --reference                           # one process, not sharded
 
 All of them print the same losses. Nothing is downloaded: weights are random, tokens are bytes.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +35,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; a combination that cannot work ends here."""
     parser = argparse.ArgumentParser(description="Train a small Llama of transformers, sharded over several ranks.")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=2, help="ranks to start on this machine, without torchrun")
+    parser.add_argument("--ranks", type=int, help="ranks to start on this machine, without torchrun (default: 2)")
+    parser.add_argument(
+        "--mesh", type=mesh_shape, metavar="RxS", help="R replicas over S ranks each (default: 1 x all)"
+    )
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step, over ranks and micro-batches")
     parser.add_argument("--seq", type=int, default=64, help="bytes in a sequence")
     parser.add_argument("--layers", type=int, default=4)
@@ -46,6 +51,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="sharded, not compiled")
     parser.add_argument("--reference", action="store_true", help="one process, not sharded")
     args = parser.parse_args(argv)
+    if args.ranks is None:
+        args.ranks = math.prod(args.mesh) if args.mesh else 2
     for name in ("steps", "ranks", "batch", "seq", "layers", "accumulate"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}.")
@@ -54,9 +61,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.reference and (args.eager or args.bf16 or ranks.is_under_torchrun()):
         parser.error("--reference is one process without sharding: start it with python, without --eager and --bf16.")
     num_ranks = 1 if args.reference else ranks.num_ranks_here() if ranks.is_under_torchrun() else args.ranks
+    if args.mesh and math.prod(args.mesh) != num_ranks:
+        parser.error(f"--mesh {args.mesh[0]}x{args.mesh[1]} needs {math.prod(args.mesh)} ranks, got {num_ranks}.")
     if args.batch % (num_ranks * args.accumulate):
         parser.error(f"--batch {args.batch} cannot be split into {num_ranks} rank(s) x {args.accumulate} part(s).")
     return args
+
+
+def mesh_shape(text: str) -> tuple[int, int]:
+    """(2, 4) for "2x4"."""
+    replicas, separator, shards = text.partition("x")
+    if not (separator and replicas.isdecimal() and shards.isdecimal() and int(replicas) and int(shards)):
+        raise argparse.ArgumentTypeError(f"expected replicas x shards, for example 2x4, got {text!r}")
+    return int(replicas), int(shards)
 
 
 def make_llama(args: argparse.Namespace) -> nn.Module:
@@ -81,9 +98,20 @@ def make_llama(args: argparse.Namespace) -> nn.Module:
 def shard(model: nn.Module, args: argparse.Namespace, num_ranks: int) -> Callable[..., Any]:
     """Every decoder layer becomes a unit of its own; what to call instead of the model."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.bf16 else None
-    mesh = init_device_mesh(args.device, (num_ranks,))
+    shape, names = (args.mesh, ("replicate", "shard")) if args.mesh else ((num_ranks,), ("shard",))
+    mesh = init_device_mesh(args.device, shape, mesh_dim_names=names)
     fully_shard(model, mesh=mesh, mp_policy=policy, units=["model.layers.*"])
     return model if args.eager else torch.compile(model, backend=overlap_fsdp, options={"inner": args.inner})
+
+
+def reduces_once(
+    model: nn.Module, args: argparse.Namespace, *, is_last: bool
+) -> contextlib.AbstractContextManager[None]:
+    """Around a micro-batch: gradients are reduced over all ranks behind the last one only. With replicas, each
+    micro-batch is reduced over the shards, so that no rank keeps whole gradients."""
+    if args.mesh:
+        model.set_requires_all_reduce(is_last)
+    return contextlib.nullcontext() if args.mesh or args.reference or is_last else model.no_sync()
 
 
 def train(args: argparse.Namespace, here: ranks.Ranks) -> None:
@@ -97,8 +125,7 @@ def train(args: argparse.Namespace, here: ranks.Ranks) -> None:
         total = torch.zeros((), device=here.device)
         parts = tokens.chunk(args.accumulate)
         for part in parts:
-            is_last = part is parts[-1]
-            with contextlib.nullcontext() if args.reference or is_last else model.no_sync():
+            with reduces_once(model, args, is_last=part is parts[-1]):
                 loss: Tensor = call(input_ids=part, labels=part).loss / args.accumulate
                 loss.backward()
             total += loss.detach().float()

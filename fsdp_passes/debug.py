@@ -88,7 +88,7 @@ class CheckedInterpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         inputs = [self.env[arg] for arg in n.all_input_nodes]
-        if role_of(n) not in (START, WAIT):
+        if role_of(n) != WAIT:
             self._check_reads(n, inputs)
         result = super().run_node(n)
         bucket = bucket_of(n)

@@ -41,12 +41,15 @@ def pass_on(
     """
     context, device = unit.context, grads[0].device
     waiting = [param.partial_grad for param in params]
+    made = context.record_compute(device) if any(grad is not None for grad in waiting) else None
     with torch.no_grad(), context.on_replica_stream(device):
         if done is not None:
             # Not behind all that the compute stream was given meanwhile, unless that made what waits.
             stream = torch.cuda.current_stream(device)
             stream.wait_event(done)
-            keep_until_read(grads)
+            if made is not None:
+                stream.wait_event(made)
+            keep_until_read([*grads, *(grad for grad in waiting if grad is not None)])
         for param, grad, earlier in zip(params, grads, waiting, strict=True):
             if division.after != 1.0:
                 grad.mul_(division.after)
@@ -55,7 +58,7 @@ def pass_on(
             param.partial_grad = None if reduce else grad
         behind = context.record_compute(device)
     if reduce:
-        return _start_all_reduce(unit, params, grads)
+        return _start_all_reduce(unit, params, grads, None)
     if behind is not None:
         torch.cuda.current_stream(device).wait_event(behind)  # the next micro-batch adds to them
     return None
@@ -69,8 +72,9 @@ def reduce_partial_gradients(unit: FsdpUnit) -> None:
             groups.setdefault(param.reduce_dtype, []).append(param)
     for params in groups.values():
         grads = _take(params)
-        start = functools.partial(_start_all_reduce, unit, params, grads)
-        unit.context.enqueue_reduction(grads[0].device, start)
+        device = grads[0].device
+        start = functools.partial(_start_all_reduce, unit, params, grads, unit.context.record_compute(device))
+        unit.context.enqueue_reduction(device, start)
 
 
 def _take(params: Sequence[FsdpParameter]) -> list[torch.Tensor]:
@@ -82,8 +86,10 @@ def _take(params: Sequence[FsdpParameter]) -> list[torch.Tensor]:
     return grads
 
 
-def _start_all_reduce(unit: FsdpUnit, params: list[FsdpParameter], grads: list[torch.Tensor]) -> FinishReduction:
-    """Average `grads` in place, behind what the stream of the replicas was given."""
+def _start_all_reduce(
+    unit: FsdpUnit, params: list[FsdpParameter], grads: list[torch.Tensor], made: torch.cuda.Event | None
+) -> FinishReduction:
+    """Average `grads` in place, behind what the stream of the replicas was given and behind `made`."""
     context, device = unit.context, grads[0].device
     group = replica_group(unit.mesh)
     assert group is not None
@@ -95,6 +101,8 @@ def _start_all_reduce(unit: FsdpUnit, params: list[FsdpParameter], grads: list[t
     )
     push_region(region_name(unit.display_name, ALL_REDUCE_REGION))
     with torch.no_grad(), context.on_replica_stream(device):
+        if made is not None:
+            torch.cuda.current_stream(device).wait_event(made)
         if division.before != 1.0:
             for grad in grads:
                 grad.mul_(division.before)

@@ -70,8 +70,9 @@ def test_replicas_train_as_the_unsharded_model_and_fsdp2(pool_of: Any, shape: tu
     pool_of(shape).run(f"{HERE}:trains", shape=shape, way=way)
 
 
-def test_inductor_trains_replicas_as_scheduled(four_ranks: RankPool) -> None:
-    four_ranks.run(f"{HERE}:trains", shape=(2, 2), way="inductor")
+@pytest.mark.parametrize("way", ["inductor", "eager"])
+def test_replicas_train_as_scheduled_and_under_the_checked_interpreter(four_ranks: RankPool, way: str) -> None:
+    four_ranks.run(f"{HERE}:trains", shape=(2, 2), way=way)
 
 
 # ---- what is sent ----------------------------------------------------------------------------------------------------
