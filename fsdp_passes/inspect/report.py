@@ -21,13 +21,17 @@ def explanation_text(explanation: Explanation) -> str:
     exposed_us = sum(graph.timeline.exposed_us for graph in explanation.graphs)
     before_us = sum(graph.timeline_before.total_us for graph in explanation.graphs)
     lines = [
-        f"{explanation.name} over {explanation.world_size} ranks, times predicted for {explanation.cluster.name}",
+        f"{explanation.name} over {_ranks(explanation.world_size)}, times predicted for {explanation.cluster.name}",
         f"one step: {total_us / 1e3:.3f} ms, communication exposed for {exposed_us / 1e3:.3f} ms; "
         f"unscheduled it would take {before_us / 1e3:.3f} ms",
     ]
     for graph in explanation.graphs:
         lines += ["", *_graph_lines(graph)]
     return "\n".join(lines)
+
+
+def _ranks(world_size: int) -> str:
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"
 
 
 def _graph_lines(graph: ExplainedGraph) -> Iterator[str]:
