@@ -67,6 +67,12 @@ def _world_size(text: str) -> int:
     return size
 
 
+def _num_lines(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number of lines of at least 0, found '{text}'")
+    return int(text)
+
+
 class _Parser(argparse.ArgumentParser):
     """One line for a mistake, without the usage before it."""
 
@@ -121,7 +127,9 @@ def _parser() -> argparse.ArgumentParser:
     diff = add("diff", [target, ranks], "a graph before and after one pass", commands.run_diff)
     diff.add_argument("--pass", dest="pass_name", required=True, metavar="NAME", help=f"one of {', '.join(PASS_NAMES)}")
     diff.add_argument("--phase", choices=("forward", "backward", "both"), default="both")
-    diff.add_argument("--context", type=int, default=3, metavar="LINES", help="unchanged lines around a change (3)")
+    diff.add_argument(
+        "--context", type=_num_lines, default=3, metavar="LINES", help="unchanged lines around a change (3)"
+    )
     diff.add_argument("--color", choices=("auto", "always", "never"), default="auto")
     verify = add("verify", [target, ranks], "check the schedule's invariants", commands.run_verify)
     verify.add_argument("--kernels", action="store_true", help="Inductor's final order too")
@@ -148,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserMistake as mistake:
         if args.traceback:
             traceback.print_exc()
-        full_stop = "" if str(mistake).endswith("?") else "."
+        full_stop = "" if str(mistake).endswith(("?", ".")) else "."
         print(f"fsdp_passes: {mistake}{full_stop}", file=sys.stderr)
         return commands.MISTAKE
     except KeyboardInterrupt:

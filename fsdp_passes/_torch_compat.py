@@ -88,6 +88,7 @@ __all__ = [
     "scheduled_graph_module",
     "scheduler_node_kind",
     "set_dynamo_source",
+    "sizes_as_given",
     "strided_shard",
     "symbols_apart",
     "trace_artifact",
@@ -274,6 +275,12 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
 def symbols_apart() -> contextlib.AbstractContextManager[Any]:
     """Inside, two dynamic dimensions that happen to have the same size are two symbols."""
     return fx_config.patch(use_duck_shape=False)  # type: ignore[attr-defined,no-any-return]
+
+
+def sizes_as_given() -> contextlib.AbstractContextManager[Any]:
+    """Inside, Dynamo takes sizes and numbers for constants, whatever it compiled at the same place before; marked
+    dimensions are symbols as always."""
+    return torch._dynamo.config.patch(automatic_dynamic_shapes=False)  # type: ignore[attr-defined,no-any-return]
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:

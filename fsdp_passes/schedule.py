@@ -136,6 +136,19 @@ _CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.
 
 def gathered_reads(graph: fx.Graph) -> dict[fx.Node, tuple[Bucket, ...]]:
     """For each compute node, the buckets whose results it reads through nothing but views and casts."""
+    return _reads_and_carriers(graph)[0]
+
+
+def gathered_outputs(graph: fx.Graph) -> set[Bucket]:
+    """The buckets of which a graph returns a result, or a view or cast of one: it lives on behind the graph."""
+    carriers = _reads_and_carriers(graph)[1]
+    return {bucket for node in graph.output_node().all_input_nodes for bucket in carriers.get(node, ())}
+
+
+def _reads_and_carriers(
+    graph: fx.Graph,
+) -> tuple[dict[fx.Node, tuple[Bucket, ...]], dict[fx.Node, tuple[Bucket, ...]]]:
+    """Compute nodes -> what they read, and nodes that are a gather's result or nothing but a view or cast of one."""
     reads: dict[fx.Node, tuple[Bucket, ...]] = {}
     carries: dict[fx.Node, tuple[Bucket, ...]] = {}
     for node in graph.nodes:
@@ -151,7 +164,7 @@ def gathered_reads(graph: fx.Graph) -> dict[fx.Node, tuple[Bucket, ...]]:
             reads[node] = tuple(seen)
             if isinstance(node.target, torch._ops.OpOverload) and (node.target.is_view or node.target in _CASTS):
                 carries[node] = tuple(seen)
-    return reads
+    return reads, carries
 
 
 def sent_on(start: fx.Node) -> tuple[Bucket, ...]:

@@ -6,6 +6,7 @@ See "Invariants" in docs/design.md for the numbers. Nothing here communicates: r
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Sequence
 
@@ -61,6 +62,20 @@ def check_schedule(events: Sequence[ScheduleEvent], *, prefetch: int) -> Schedul
     max_units, max_bytes, memory_losses, late = _check_unsharded(timeline, prefetch)
     losses = [*_check_once(timeline), *ahead_losses, *memory_losses]
     return ScheduleReport((), tuple(losses), (*ahead_exceptions, *late), max_units, max_bytes)
+
+
+def with_unit_names(report: ScheduleReport, unit_names: Sequence[str]) -> ScheduleReport:
+    """The report with units called by their names: what is compiled once for all layers knows their numbers only."""
+
+    def name(match: re.Match[str]) -> str:
+        return match[1] + ", ".join(unit_names[int(number)] for number in match[2].split(", "))
+
+    def named(texts: Sequence[str]) -> tuple[str, ...]:
+        return tuple(re.sub(r"\b(units? )(\d+(?:, \d+)*)", name, text) for text in texts)
+
+    return dataclasses.replace(
+        report, problems=named(report.problems), losses=named(report.losses), exceptions=named(report.exceptions)
+    )
 
 
 class _Timeline:

@@ -126,9 +126,9 @@ ACCELERATORS = {
     "b200": Accelerator(
         "B200 SXM",
         {"float8_e4m3fn": 4.5e15, "bfloat16": 2.25e15, "float16": 2.25e15, "float32": 75e12, "float64": 37e12},
-        8e12,
+        7.7e12,
         180e9,
-        "NVIDIA HGX B200 datasheet, an eighth of the board, halved to dense; float32 without TF32",
+        "NVIDIA HGX B200 datasheet, of one GPU, halved to dense; float32 without TF32",
     ),
 }
 

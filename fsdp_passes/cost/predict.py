@@ -30,7 +30,7 @@ class GraphModel:
         steps: in the order to predict.
         unit_names: by unit index.
         world_size: ranks over which parameters are sharded, as traced; there may be several replicas of them.
-        kept: gathers of the forward whose results this backward still reads (the root's); alive all the time.
+        kept: gathers whose results the forward saved for this backward (the root's); alive all the time.
         has_one_stream: whether all-gathers and reduce-scatters share a communication stream.
     """
 
@@ -119,10 +119,15 @@ def op_us(cost: OpCost, cluster: Cluster) -> float:
 
 
 def alive_until(steps: Sequence[Step]) -> dict[Bucket, int]:
-    """Gather -> index of the step behind which its results are dropped; kept ones live to the end."""
+    """Gather -> index of the step behind which its results are dropped; kept ones live to the end.
+
+    Only what the graph returns is kept, also of a unit that does not reshard: its backward may not need the weight, as
+    that of an embedding does not.
+    """
     last: dict[Bucket, int] = {}
+    kept = {step.bucket for step in steps if step.is_kept}
     for index, step in enumerate(steps):
         for bucket in (*step.reads, *([step.bucket] if step.bucket is not None else [])):
             if bucket.kind == ALL_GATHER:
                 last[bucket] = index
-    return {bucket: index if bucket.reshard else len(steps) for bucket, index in last.items()}
+    return {bucket: len(steps) if bucket in kept else index for bucket, index in last.items()}

@@ -18,6 +18,7 @@ from fsdp_passes.schedule import (
     WAIT,
     Bucket,
     bucket_of,
+    gathered_outputs,
     gathered_reads,
     role_of,
 )
@@ -35,6 +36,7 @@ class Step:
         bucket: the collective that is started or awaited.
         reads: gathers whose results a compute step reads.
         is_cast: whether it only prepares or finishes a collective: a cast, a padding, a scaling.
+        is_kept: whether a gather that is started lives on behind the graph, saved for the backward.
         is_per_rank: whether the cost is in proportion to a rank's share of the parameters (casts of shards).
     """
 
@@ -46,6 +48,7 @@ class Step:
     reads: tuple[Bucket, ...] = ()
     is_cast: bool = False
     is_per_rank: bool = False
+    is_kept: bool = False
 
 
 _ON_SHARDS = ((ALL_GATHER, PREPARE), (REDUCE_SCATTER, FINISH), (ALL_REDUCE, PREPARE), (ALL_REDUCE, FINISH))
@@ -54,12 +57,13 @@ _ON_SHARDS = ((ALL_GATHER, PREPARE), (REDUCE_SCATTER, FINISH), (ALL_REDUCE, PREP
 def steps_of_graph(graph: fx.Graph) -> list[Step]:
     """The steps of a graph in node order; nodes for which no kernel runs are left out, a bucket is awaited once."""
     costs, reads, units = costs_of_graph(graph), gathered_reads(graph), unit_of_compute(graph)
+    outputs = gathered_outputs(graph)
     steps = []
     awaited: set[Bucket] = set()
     for node in graph.nodes:
         bucket, role = bucket_of(node), role_of(node)
         if bucket is not None and role == START:
-            steps.append(Step("start", node.name, bucket.unit, bucket=bucket))
+            steps.append(Step("start", node.name, bucket.unit, bucket=bucket, is_kept=bucket in outputs))
         elif bucket is not None and role == WAIT:
             if bucket not in awaited:
                 awaited.add(bucket)

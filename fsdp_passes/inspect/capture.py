@@ -18,6 +18,7 @@ from fsdp_passes._torch_compat import (
     copy_dynamo_graph,
     detect_fake_mode,
     mark_dynamic,
+    sizes_as_given,
     symbols_apart,
     tree_leaves,
     tree_map_only,
@@ -121,6 +122,8 @@ def capture(call: Call, options: OverlapOptions) -> list[CompilationRecord]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(attributes_restored(call.model.modules()))
         stack.enter_context(backwards_at_once())
+        # Explained again with other sizes, Dynamo would make symbols of them, and predictions need numbers.
+        stack.enter_context(sizes_as_given())
         if call.sizes:
             stack.enter_context(symbols_apart())
         records = stack.enter_context(record_compilations())

@@ -6,6 +6,8 @@ import argparse
 import ast
 import contextlib
 import difflib
+import logging
+import os
 import pathlib
 import sys
 import threading
@@ -17,9 +19,28 @@ from fsdp_passes.errors import FsdpError
 from fsdp_passes.inspect.explain import Explanation, explain
 from fsdp_passes.inspect.scale import scale, scale_page, scale_text
 from fsdp_passes.inspect.targets import UserMistake, as_mistake, loaded, one_line
+from fsdp_passes.pipeline import PASS_NAMES
 
 OK, FOUND, MISTAKE, INTERRUPTED = 0, 1, 2, 130
 FIRST_WORD_S, WORD_EVERY_S = 3.0, 10.0
+
+
+@contextlib.contextmanager
+def without_torchs_errors() -> Iterator[None]:
+    """PyTorch logs the traceback of an operator that fails while it is traced; the mistake is told in one line."""
+
+    def is_below_error(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    names = [name for name in logging.root.manager.loggerDict if name == "torch" or name.startswith("torch.")]
+    handlers = list(dict.fromkeys(handler for name in names for handler in logging.getLogger(name).handlers))
+    for handler in handlers:
+        handler.addFilter(is_below_error)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_below_error)
 
 
 @contextlib.contextmanager
@@ -51,7 +72,8 @@ def explained(args: argparse.Namespace, world_size: int, *, kernels: bool = Fals
     options = dict(_option(text) for text in args.option)
     with loaded(args.target, world_size) as (model, inputs, kwargs):
         # Through a function, since the model's own keywords may have the names of explain's.
-        with progress(f"tracing {args.target} for {world_size} ranks", is_quiet=args.quiet):
+        quiet = contextlib.nullcontext() if args.traceback else without_torchs_errors()
+        with quiet, progress(f"tracing {args.target} for {world_size} ranks", is_quiet=args.quiet):
             try:
                 explanation = explain(
                     model, *inputs, options=options, hardware=args.hardware, kernels=kernels, **kwargs
@@ -82,8 +104,24 @@ def write_file(path: str, write: Any) -> None:
     print(f"wrote {path}", file=sys.stderr)
 
 
+def check_writable(*paths: str | None) -> None:
+    """Before the work: whether the results can be written where they are asked for."""
+    for path in filter(None, paths):
+        folder = os.path.dirname(path) or "."
+        if os.path.isdir(path):
+            found = "a folder"
+        elif not os.path.isdir(folder):
+            found = f"no folder {folder}"
+        elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+            found = "no permission"
+        else:
+            continue
+        raise UserMistake(f"{path}: expected a file that can be written, found {found}. Give another path")
+
+
 def run_explain(args: argparse.Namespace) -> int:
     """Print the tables; with --cost the closed forms too."""
+    check_writable(args.json, args.html)
     with explained(args, args.world_size, kernels=args.kernels) as explanation:
         print(explanation, flush=True)
         if args.json:
@@ -118,11 +156,9 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def run_diff(args: argparse.Namespace) -> int:
     """Print what one pass changes in each graph."""
+    if args.pass_name not in PASS_NAMES:
+        raise UserMistake(f"--pass {args.pass_name}: expected one of {', '.join(PASS_NAMES)}")
     with explained(args, args.world_size) as explanation:
-        names = list(dict.fromkeys(name for graph in explanation.graphs for name in graph.passes))
-        valid = names[1:]  # before the first one there is no graph of ours
-        if args.pass_name not in valid:
-            raise UserMistake(f"--pass {args.pass_name}: expected one of {', '.join(valid)}")
         has_colour = args.color == "always" or (args.color == "auto" and sys.stdout.isatty())
         for graph in explanation.graphs:
             if args.phase not in ("both", graph.phase):
@@ -136,6 +172,8 @@ def run_diff(args: argparse.Namespace) -> int:
                 lineterm="",
                 n=args.context,
             )
+            if before == after:
+                print(f"{graph.timeline.title}: {args.pass_name} changes nothing")
             for line in lines:
                 print(_coloured(line) if has_colour else line)
     return OK
@@ -159,6 +197,7 @@ def _coloured(line: str) -> str:
 
 def run_scale(args: argparse.Namespace) -> int:
     """Print the table over numbers of ranks."""
+    check_writable(args.html)
     world_sizes = args.world_size
     with explained(args, world_sizes[0]) as explanation:
         points = scale(explanation, world_sizes)
@@ -171,6 +210,7 @@ def run_scale(args: argparse.Namespace) -> int:
 
 def run_trace(args: argparse.Namespace) -> int:
     """Report on traces of real runs."""
+    check_writable(args.json, args.html)
     for path in args.files:
         if not pathlib.Path(path).is_file():
             raise UserMistake(f"{path}: expected a trace file of torch.profiler, found no such file. Check the path")

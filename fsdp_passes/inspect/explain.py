@@ -26,7 +26,7 @@ from fsdp_passes.inspect.rows import UnitRow, unit_rows
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.pipeline import CompilationRecord, GraphRecord, graph_text
 from fsdp_passes.schedule import ALL_GATHER, ScheduleEvent
-from fsdp_passes.verify import ScheduleReport, check_schedule
+from fsdp_passes.verify import ScheduleReport, check_schedule, with_unit_names
 
 SIZES = ("batch", "length")
 
@@ -108,7 +108,7 @@ class Explanation:
     def ranks(self) -> str:
         """Over which ranks it is sharded, in words."""
         replicas = f" in each of {self.num_replicas} replicas" if self.num_replicas > 1 else ""
-        return f"{self.world_size} ranks{replicas}"
+        return f"{self.world_size} rank{'s' * (self.world_size > 1)}{replicas}"
 
     def __str__(self) -> str:
         return explanation_text(self)
@@ -222,8 +222,7 @@ def _models(record: CompilationRecord, world_size: int, snapshot: str = "schedul
             )
         )
         if is_forward:
-            gathers = [step.bucket for step in steps if step.kind == "start" and step.bucket is not None]
-            kept = tuple(bucket for bucket in gathers if bucket.kind == ALL_GATHER and not bucket.reshard)
+            kept = tuple(step.bucket for step in steps if step.bucket is not None and step.is_kept)
     return models
 
 
@@ -239,13 +238,17 @@ def _explained(
         graph.passes,
         _events(graph.events, record.unit_names),
         None if kernels is None else _events(kernels, record.unit_names),
-        check_schedule(graph.events, prefetch=record.options.prefetch),
-        None if kernels is None else check_schedule(kernels, prefetch=record.options.prefetch),
+        _checked(graph.events, record),
+        None if kernels is None else _checked(kernels, record),
         timeline,
         before.timeline(cluster, title=f"{title}, before scheduling"),
         tuple(unit_rows(model, timeline)),
         model,
     )
+
+
+def _checked(events: Sequence[ScheduleEvent], record: CompilationRecord) -> ScheduleReport:
+    return with_unit_names(check_schedule(events, prefetch=record.options.prefetch), record.unit_names)
 
 
 def _events(events: Sequence[ScheduleEvent], unit_names: Sequence[str]) -> tuple[ExplainedEvent, ...]:

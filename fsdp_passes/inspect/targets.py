@@ -23,9 +23,9 @@ class UserMistake(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error's message, behind its class."""
+    """The first line of an error's message without its full stop, behind its class."""
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {text[0].rstrip('.')}" if text else type(error).__name__
 
 
 @contextlib.contextmanager
@@ -53,6 +53,11 @@ def find_factory(target: str) -> Any:
     module_name, colon, name = target.partition(":")
     if not colon or not module_name or not name:
         raise UserMistake(f"{target}: expected module:factory, for example examples.models:gpt_small")
+    if module_name.endswith(".py"):
+        dotted = ".".join(part for part in module_name.removesuffix(".py").split("/") if part not in ("", "."))
+        raise UserMistake(
+            f"{target}: expected the name of a module, found that of a file. Did you mean {dotted}:{name}?"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -64,6 +69,11 @@ def find_factory(target: str) -> Any:
                 f"{target}: expected a module '{module_name}' in the current folder or on PYTHONPATH, found none"
             ) from None
         raise UserMistake(f"{target}: importing '{module_name}' raised {one_line(error)}. Install it") from error
+    except SystemExit as error:  # a script that reads its arguments when it is imported
+        raise UserMistake(
+            f"{target}: importing '{module_name}' ended the program ({one_line(error)}). Put what a script does behind "
+            'if __name__ == "__main__":'
+        ) from error
     except Exception as error:
         raise UserMistake(f"{target}: importing '{module_name}' raised {one_line(error)}. Mend the module") from error
     factory = getattr(module, name, None)
@@ -83,7 +93,11 @@ def _call(target: str, factory: Any) -> tuple[nn.Module, tuple[Any, ...], Mappin
     try:
         made = factory()
     except Exception as error:
-        raise UserMistake(f"{target}: the factory raised {one_line(error)}. Call it in Python to see where") from error
+        raise UserMistake(f"{target}: the factory raised {one_line(error)}. --traceback shows where") from error
+    except SystemExit as error:
+        raise UserMistake(
+            f"{target}: the factory ended the program ({one_line(error)}). Let it return (model, args)"
+        ) from error
     expected = "expected (model, args) or (model, args, kwargs) from the factory"
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
         raise UserMistake(f"{target}: {expected}, found {_shape(made)}")
@@ -108,4 +122,9 @@ def as_mistake(error: Exception, target: str) -> UserMistake:
     """An error of the library or of the traced model as one line."""
     if isinstance(error, FsdpError):
         return UserMistake(f"{target}: {' '.join(str(error).split())}")
-    return UserMistake(f"{target}: tracing the model raised {one_line(error)}. --traceback shows where")
+    # What Dynamo says first of an error in an operator is that there was one; what it was stands at the chain's end.
+    cause: BaseException = error
+    while (earlier := cause.__cause__ or cause.__context__) is not None:
+        cause = earlier
+    text = one_line(error) if cause is error else f"{one_line(error)} ({one_line(cause)})"
+    return UserMistake(f"{target}: tracing the model raised {text}. --traceback shows where")

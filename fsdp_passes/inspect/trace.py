@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from fsdp_passes.cost.timeline import Timeline
-from fsdp_passes.errors import OptionValueError
+from fsdp_passes.errors import OptionValueError, TraceFileError
 from fsdp_passes.inspect.page import PageSection, timeline_page
 from fsdp_passes.inspect.trace_measure import (
     MeasuredCollective,
@@ -114,12 +114,14 @@ def trace_report(paths: Sequence[str | Path]) -> TraceReport:
     CPU; a file of 1 GB is read event by event. Collectives of several ranks are matched by their order within a step.
 
     Raises:
-        TraceFileError: a file is missing, is no trace, is cut off, or holds no work.
+        TraceFileError: a file is missing, is no trace, is cut off, holds no work, or has a rank's step that another
+            has too.
         OptionValueError: `paths` is empty.
     """
     if not paths:
         raise OptionValueError("paths", list(paths), "at least one trace file")
     traces = [read_rank(path, position) for position, path in enumerate(paths)]
+    _check_ranks(traces)
     measured = [measure_collectives(trace) for trace in traces]
     _note_waiting(measured)
     steps = [measure_step(trace, step) for trace in traces for step in trace.steps]
@@ -131,6 +133,18 @@ def trace_report(paths: Sequence[str | Path]) -> TraceReport:
         for trace, of_rank in zip(traces, measured, strict=True)
     ]
     return TraceReport(tuple(timelines), tuple(steps), tuple(units), _total(units), tuple(everything))
+
+
+def _check_ranks(traces: Sequence[RankTrace]) -> None:
+    """A rank may have several files, one for each time that its profiler stopped, but not the same step twice."""
+    seen: dict[tuple[int, int], Path] = {}
+    for trace in traces:
+        for step in trace.steps:
+            key = (trace.rank, step.number)
+            if key in seen:
+                found = f"step {step.number} of rank {trace.rank}, which {seen[key]} has too"
+                raise TraceFileError(trace.path, found, "Give each rank's file once, all of one run.")
+        seen |= {(trace.rank, step.number): trace.path for step in trace.steps}
 
 
 def _note_waiting(measured: list[list[MeasuredCollective]]) -> None:

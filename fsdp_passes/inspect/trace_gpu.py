@@ -7,7 +7,8 @@ from fsdp_passes.inspect.trace_events import TraceEvents
 from fsdp_passes.inspect.trace_names import COMMUNICATION, collective_kind, is_collective_kernel
 from fsdp_passes.inspect.trace_work import Collective, Work, new_collective
 
-HOST_COPIES = ("Memcpy HtoD", "Memcpy DtoH")
+# What the copy engines move between devices hides nothing; NCCL moves some collectives so.
+DEVICE_COPIES = ("Memcpy HtoD", "Memcpy DtoH", "Memcpy PtoP")
 
 
 def understand_gpu_work(events: TraceEvents, contexts: Contexts) -> tuple[Work, Work, list[Collective]]:
@@ -33,7 +34,7 @@ def understand_gpu_work(events: TraceEvents, contexts: Contexts) -> tuple[Work, 
                 kind = collective_kind(events.collective_names[index])
             num_bytes = events.message_bytes[index]
             collectives.append(new_collective(begin, end, kind, name, lane, meaning, num_bytes, launch))
-        elif meaning.role == COMMUNICATION or name.startswith(HOST_COPIES):
+        elif meaning.role == COMMUNICATION or name.startswith(DEVICE_COPIES):
             copies.append(begin, end, (meaning.unit, meaning.phase), name_index)
         else:
             compute.append(begin, end, (meaning.unit, meaning.phase), name_index)

@@ -156,10 +156,10 @@ def _first_ending_after(trace: RankTrace, time: float) -> int:
 
 
 def _reason(trace: RankTrace, one: Collective, step: Step) -> str:
-    """What computed before the exposed part and what computes behind it, and so what would have to change."""
-    gaps = trace.compute_union.gaps(one.begin, one.end)
-    before = _nearest_unit(trace, bisect_left(trace.compute.begins, gaps[0][0]) - 1, -1, step)
-    after = _nearest_unit(trace, bisect_left(trace.compute.begins, gaps[-1][1] - 1e-3), +1, step)
+    """What computed before the longest exposed part and what computes behind it, and so what would have to change."""
+    gap_begin, gap_end = max(trace.compute_union.gaps(one.begin, one.end), key=lambda gap: gap[1] - gap[0])
+    before = _nearest_unit(trace, bisect_left(trace.compute.begins, gap_begin) - 1, -1, step)
+    after = _nearest_unit(trace, bisect_left(trace.compute.begins, gap_end - 1e-3), +1, step)
     if after is None:
         then = "no unit computes behind it"
     elif trace.compute.owner(after)[0] == one.unit and one.kind == "all_gather":
@@ -173,7 +173,7 @@ def _reason(trace: RankTrace, one: Collective, step: Step) -> str:
         return f"{owner} pauses while it runs"
     if trace.compute.ends[before] <= one.begin:
         return f"starts only when {owner} has computed; {then}"
-    return f"starts {format_us(gaps[0][0] - one.begin)} before {owner} stops computing, too late to be hidden; {then}"
+    return f"starts {format_us(gap_begin - one.begin)} before {owner} stops computing, too late to be hidden; {then}"
 
 
 def _nearest_unit(trace: RankTrace, index: int, direction: int, step: Step) -> int | None:

@@ -1,0 +1,124 @@
+"""What a first user of `explain` and of the command line runs into: a second call, a script as target, mistakes."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_passes import explain, fully_shard
+from fsdp_passes.__main__ import main
+from fsdp_passes._torch_compat import init_fake_process_group
+
+TARGETS = """
+    import sys
+    import torch
+    from torch import nn
+    from fsdp_passes import fully_shard
+
+    def tiny():
+        layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)])
+        return fully_shard(nn.Sequential(layers, nn.Linear(8, 1)), units=["0.*"]), (torch.ones(4, 8),)
+
+    def ends():
+        sys.exit("no data here")
+
+    def wrong_shape():
+        return fully_shard(nn.Linear(4, 4)), (torch.ones(1, 5),)
+"""
+
+
+@pytest.fixture(autouse=True)
+def module_of_targets(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "first_targets.py").write_text(textwrap.dedent(TARGETS))
+    (tmp_path / "a_script.py").write_text("raise SystemExit(2)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    torch._dynamo.reset()
+    yield
+    sys.modules.pop("first_targets", None)
+
+
+def test_a_model_is_explained_again_with_other_sizes() -> None:
+    """Dynamo makes a size that differs from the last time a symbol; predictions need numbers."""
+    init_fake_process_group(8)
+    try:
+        model = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.GELU()), nn.Linear(16, 1))
+        fully_shard(model, units=["0"])
+        for batch in (4, 6, 9):
+            explanation = explain(model, torch.ones(batch, 8))
+            heavy = [step.cost for step in explanation.graphs[0].model.steps if step.cost and step.cost.is_heavy]
+            assert [cost.flops for cost in heavy] == [2 * batch * 8 * 16, 2 * batch * 16]
+            assert str(explanation.cost.graphs[0].flops) == "288*batch"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def mistake(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a mistake is told in."""
+    assert main(command.split()) == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if not line.startswith("tracing"))
+    assert not torch.distributed.is_initialized()
+    assert not line.endswith("..")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("explain a_script:f", "importing 'a_script' ended the program (SystemExit: 2). Put what a script does behind"),
+        ("explain first_targets:ends", "the factory ended the program (SystemExit: no data here). Let it return"),
+        ("explain ./some/first_targets.py:tiny", "found that of a file. Did you mean some.first_targets:tiny?"),
+        ("explain first_targets:tiny --hardware abacus", "found 'abacus'."),
+        ("diff first_targets:tiny --pass bucket_all_gathers --context -1", "expected a number of lines of at least 0"),
+    ],
+)
+def test_a_mistake_says_what_to_do(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in mistake(command, capsys)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("explain no_such:f --html /no/such/x.html", "found no folder /no/such"),
+        ("explain no_such:f --json /", "/: expected a file that can be written, found a folder"),
+        ("scale no_such:f --html /no/such/x.html", "found no folder /no/such"),
+        ("trace no_such.json --json /no/such/x.json", "found no folder /no/such"),
+        ("diff no_such:f --pass nothing", "--pass nothing: expected one of bucket_all_gathers"),
+    ],
+)
+def test_what_is_known_at_once_is_said_before_the_work(
+    command: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A large model takes a minute to trace: the target is not even looked for."""
+    assert message in mistake(command, capsys)
+
+
+def test_a_shape_that_does_not_fit_is_told_without_pytorchs_log(capsys: pytest.CaptureFixture[str]) -> None:
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = logged.append  # type: ignore[method-assign]
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(handler)
+    try:
+        assert "[1, 5] X [4, 4]" in mistake("explain first_targets:wrong_shape", capsys)
+    finally:
+        log.removeHandler(handler)
+    assert logged == []
+    assert handler.filters == []
+
+
+def test_verify_calls_units_by_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "first_targets:tiny"]) == 0
+    assert "note: all_gather 0 (unit 0.0): exposed, it is the first of the graph" in capsys.readouterr().out
+
+
+def test_a_pass_that_changes_nothing_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "diff first_targets:tiny --pass bucket_reduce_scatters --phase forward"
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out == "forward: bucket_reduce_scatters changes nothing\n"
