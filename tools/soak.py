@@ -24,6 +24,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from fsdp_passes import fully_shard, overlap_fsdp  # noqa: E402
@@ -184,9 +185,10 @@ def _play_one(
 
 def census(model: nn.Module) -> dict[str, int]:
     """How many there are of what must not grow."""
-    torch._dynamo.utils.counters.get("frames")
     gc.collect()
     tensors = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
+    traced = [value for value in tensors if isinstance(value, FakeTensor)]  # they belong to graphs
+    tensors = [value for value in tensors if not isinstance(value, FakeTensor)]
     plain = [local_tensor(t) if hasattr(t, "placements") else t for t in tensors]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in plain if t.layout == torch.strided}
     modules = list(model.modules())
@@ -196,6 +198,7 @@ def census(model: nn.Module) -> dict[str, int]:
     lookahead = context.lookahead
     return {
         "tensors": len(tensors),
+        "traced tensors": len(traced),
         "storage bytes": sum(storages.values()),
         "module hooks": sum(
             len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in modules
@@ -206,6 +209,7 @@ def census(model: nn.Module) -> dict[str, int]:
             for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
         ),
         "graphs": int(torch._dynamo.utils.counters["stats"]["unique_graphs"]),
+        "compilations": int(sum(torch._dynamo.utils.counters["aot_autograd"].values())),
         "queued": len(context.delayed_releases) + len(context.delayed_reductions) + len(context.started_reductions),
         "started gathers": len(lookahead.started),
         "remembered order": len(lookahead._start) + len(lookahead._successor) + len(context.forward_order),
