@@ -165,7 +165,7 @@ def test_golden_verify(capsys: pytest.CaptureFixture[str]) -> None:
         folded(capsys.readouterr().out),
         """\
 forward, graph: every invariant holds
-  note: all_gather 0 (unit 0): exposed, it is the first of the graph and nothing runs before it
+  note: all_gather 0 (unit root): exposed, it is the first of the graph and nothing runs before it
 backward, graph: every invariant holds""",
     )
 
@@ -177,7 +177,7 @@ def test_verify_ends_with_1_when_an_invariant_is_broken(
     assert main(["verify", "some_targets:tiny"]) == 1
     printed = capsys.readouterr().out
     assert "forward, graph: " in printed
-    assert "slow: all_gather 1 (unit 1): starts behind the first use of unit 0, expected before it" in printed
+    assert "slow: all_gather 1 (unit layers.0): starts behind the first use of unit root, expected before it" in printed
 
 
 def test_golden_scale(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +242,7 @@ def test_progress_goes_to_stderr_and_can_be_silenced(
         ("explain raising_target:f", "importing 'raising_target' raised ZeroDivisionError: division by zero"),
         ("explain some_targets:tyni", "expected a function 'tyni' in 'some_targets', found none. Did you mean"),
         ("explain some_targets:number", "expected a function 'number' in 'some_targets', found none"),
-        ("explain some_targets:raises", "the factory raised RuntimeError: no such data. Call it in Python"),
+        ("explain some_targets:raises", "the factory raised RuntimeError: no such data. --traceback shows"),
         ("explain some_targets:unsharded", "found Linear without a sharded parameter. Call fully_shard()"),
         (
             "explain some_targets:only_a_model",
