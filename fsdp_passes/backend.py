@@ -31,6 +31,7 @@ from fsdp_passes.context import set_mesh_timeout
 from fsdp_passes.debug import CheckedInterpreter, debug_flags
 from fsdp_passes.errors import NothingShardedWarning
 from fsdp_passes.foreign import gathers_parameters
+from fsdp_passes.gather_ops import await_left_behind
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import fsdp_parameter_of
@@ -213,8 +214,13 @@ def _compile_aot(
             args.clear()
             if is_checked:
                 names = lower.record.unit_names if lower is not None else ()
-                return CheckedInterpreter(graph_module, names, poison_released=debug_flags().nan).run(*inputs)
-            return graph_module.forward(*inputs)
+                checked = CheckedInterpreter(graph_module, names, poison_released=debug_flags().nan)
+            try:
+                return checked.run(*inputs) if is_checked else graph_module.forward(*inputs)
+            except BaseException as error:
+                # Autograd calls a backward: nobody else of ours sees what it raises.
+                await_left_behind(error, checked.env.values() if is_checked else ())
+                raise
 
         return wrap_boxed(run)
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_passes._torch_compat import is_in_backward, make_dtensor
 from fsdp_passes.context import ensure_reduce_group
 from fsdp_passes.eager_backward import gradient_sinks, watch_backward
-from fsdp_passes.errors import CollectiveError, StaleParametersError
-from fsdp_passes.gather_ops import await_starts, forget_starts
+from fsdp_passes.errors import StaleParametersError
+from fsdp_passes.gather_ops import await_left_behind
 from fsdp_passes.gathering import forget_whole_gradients, release_on_demand, undo_interrupted
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import FsdpParameter, fsdp_parameter_of
@@ -125,16 +125,14 @@ class CompiledCall:
                 undo_interrupted(context)  # the backward before this call raised
             context.is_grad_enabled = torch.is_grad_enabled()
             close_backward_regions()
-            forget_starts()
         context.lookahead.open_requests = None
         depth = num_open_regions()
         try:
             outputs = self.inner(*inputs)
         except BaseException as error:
             context.lookahead.interrupt()
+            await_left_behind(error)
             if not is_in_backward():
-                if not isinstance(error, CollectiveError):  # behind one, no other collective would end
-                    await_starts()
                 forget_whole_gradients(context)  # of earlier micro-batches: their step is given up
             raise
         finally:

@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
-import weakref
+import traceback
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fsdp_passes._torch_compat import all_gather_coalesced, foreach_copy, group_of, is_in_backward, register_work
+from fsdp_passes._torch_compat import (
+    all_gather_coalesced,
+    foreach_copy,
+    group_of,
+    is_in_backward,
+    register_work,
+    tree_leaves,
+)
+from fsdp_passes.errors import CollectiveError
 from fsdp_passes.lookahead import Entry
 from fsdp_passes.ops import c10d, library
 from fsdp_passes.parameter import FsdpParameter
@@ -50,29 +58,16 @@ class StartedGather(NamedTuple):
     work: Any
 
 
-class _Starts(threading.local):
-    """Results of the collectives that the forward graph which runs on this thread has started."""
-
-    def __init__(self) -> None:
-        self.results: list[weakref.ref[Tensor]] = []
-
-
-_starts = _Starts()
-
-
-def forget_starts() -> None:
-    """A forward graph begins."""
-    _starts.results.clear()
-
-
-def await_starts() -> None:
-    """A forward graph was left by an exception: wait for what it has started, since no node of it will."""
-    for reference in _starts.results:
-        result = reference()
-        if result is not None:
-            with contextlib.suppress(RuntimeError):  # a rank has ended: the exception that is raised comes first
-                c10d.wait_tensor(result)
-    _starts.results.clear()
+def await_left_behind(error: BaseException, values: Iterable[Any] = ()) -> None:
+    """`error` left a graph half-way: wait for the collectives whose results are in `values` or in the frames that it
+    came through. PyTorch would keep them, and the memory that they read and write, for ever."""
+    if isinstance(error, CollectiveError):
+        return  # behind one, no other collective would end
+    frames = [list(frame.f_locals.values()) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for value in tree_leaves([*frames, *values]):
+        if type(value) is Tensor:
+            with contextlib.suppress(RuntimeError):  # a rank has ended: `error` says more
+                c10d.wait_tensor(value)
 
 
 def _start(shards: list[Tensor], world_size: int, group_name: str, dtype: torch.dtype, packed: bool) -> list[Tensor]:
@@ -86,12 +81,6 @@ def _start(shards: list[Tensor], world_size: int, group_name: str, dtype: torch.
         gathered: list[Tensor] = [c10d.all_gather_into_tensor(inputs[0], world_size, group_name)]
     else:
         gathered = c10d.all_gather_into_tensor_coalesced(inputs, world_size, group_name)
-    return _note_starts(gathered)
-
-
-def _note_starts(gathered: list[Tensor]) -> list[Tensor]:
-    if not is_in_backward():
-        _starts.results += map(weakref.ref, gathered)
     return gathered
 
 
@@ -141,7 +130,7 @@ def _all_gather_ahead(
         if found.versions == [param.values_version for param in params]:
             for tensor in found.gathered:
                 register_work(tensor, found.work)  # from here on, the graph's `wait_tensor` waits for it
-            return _note_starts(found.gathered)
+            return found.gathered
         _drop(request, found)  # an optimizer stepped in between
     return _start(shards, world_size, group_name, dtype, packed)
 
