@@ -148,7 +148,9 @@ def start_ahead(unit: FsdpUnit, chosen: list[FsdpUnit] | None, expected: list[Fs
     lookahead.enter(entry, functools.partial(start_gather, unit))
     following = lookahead.next_entry()
     if chosen is None and following is not None and following.is_graph:
-        lookahead.start_next()
+        # A graph inside of an eager unit (only its `forward` is compiled) copies what was gathered for that.
+        if following.what.params[0].unit.gathered_versions is None:  # type: ignore[attr-defined]
+            lookahead.start_next()
         return
     for other in expected if chosen is None else chosen:
         if other.unshards_in_backward or not is_backward:

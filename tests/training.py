@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,8 +108,30 @@ def recorded_collectives() -> Iterator[list[str]]:
     with cpu_profile() as profiler:
         yield names
     events = sorted(profiler.events(), key=lambda event: event.time_range.start)
-    names += [
-        event.name.split("::")[1]
-        for event in events
-        if event.name.startswith("_c10d_functional::") and "wait_tensor" not in event.name
-    ]
+    for event in events:
+        if event.name.startswith("_c10d_functional::") and "wait_tensor" not in event.name:
+            names.append(event.name.split("::")[1])
+        elif event.name.startswith("c10d::allgather") and _is_inside(event, "fsdp_passes::start_next_graph"):
+            names.append("all_gather_ahead")
+
+
+@contextlib.contextmanager
+def recorded_all_gathers(units: str) -> Iterator[list[str]]:
+    """The all-gathers of units whose names begin with `units`, whoever starts them, in order."""
+    names: list[str] = []
+    with cpu_profile() as profiler:
+        yield names
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    names += [event.name for event in events if event.name.startswith("c10d::allgather") and _is_of(event, units)]
+
+
+def _is_of(event: Any, units: str) -> bool:
+    while event is not None and not (event.name.startswith("FSDP:") and event.name.endswith(":all_gather")):
+        event = event.cpu_parent
+    return event is not None and event.name.startswith(f"FSDP:{units}")
+
+
+def _is_inside(event: Any, name: str) -> bool:
+    while event is not None and event.name != name:
+        event = event.cpu_parent
+    return event is not None
