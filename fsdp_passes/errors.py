@@ -274,7 +274,7 @@ class CollectiveError(FsdpError, RuntimeError):
 
     Attributes:
         unit: name of the unit whose collective it was.
-        collective: "all_gather" or "reduce_scatter".
+        collective: "all_gather", "reduce_scatter" or "all_reduce".
         waited_s: seconds until the process group gave up.
         missing_ranks: global ranks that have ended or are somewhere else; () when they are not known.
     """

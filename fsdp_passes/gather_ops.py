@@ -78,9 +78,8 @@ def _start(shards: list[Tensor], world_size: int, group_name: str, dtype: torch.
     """
     inputs = _to_send(shards, dtype, packed)
     if packed:
-        gathered: list[Tensor] = [c10d.all_gather_into_tensor(inputs[0], world_size, group_name)]
-    else:
-        gathered = c10d.all_gather_into_tensor_coalesced(inputs, world_size, group_name)
+        return [c10d.all_gather_into_tensor(inputs[0], world_size, group_name)]
+    gathered: list[Tensor] = c10d.all_gather_into_tensor_coalesced(inputs, world_size, group_name)
     return gathered
 
 

@@ -12,7 +12,7 @@ from fsdp_passes._torch_compat import all_gather_coalesced, is_in_backward
 from fsdp_passes.context import DelayedRelease, FsdpContext
 from fsdp_passes.debug import debug_flags, poison
 from fsdp_passes.errors import CollectiveError
-from fsdp_passes.gather_ops import drop_started
+from fsdp_passes.gather_ops import GatherRequest, drop_started
 from fsdp_passes.lookahead import Entry
 from fsdp_passes.mesh import shard_group
 from fsdp_passes.parameter import FsdpParameter
@@ -147,9 +147,9 @@ def start_ahead(unit: FsdpUnit, chosen: list[FsdpUnit] | None, expected: list[Fs
     entry = Entry(unit, False, is_backward, is_backward, is_backward or torch.is_grad_enabled())
     lookahead.enter(entry, functools.partial(start_gather, unit))
     following = lookahead.next_entry()
-    if chosen is None and following is not None and following.is_graph:
+    if chosen is None and following is not None and isinstance(following.what, GatherRequest):
         # A graph inside of an eager unit (only its `forward` is compiled) copies what was gathered for that.
-        if following.what.params[0].unit.gathered_versions is None:  # type: ignore[attr-defined]
+        if following.what.params[0].unit.gathered_versions is None:
             lookahead.start_next()
         return
     for other in expected if chosen is None else chosen:

@@ -111,7 +111,7 @@ def recorded_collectives() -> Iterator[list[str]]:
     for event in events:
         if event.name.startswith("_c10d_functional::") and "wait_tensor" not in event.name:
             names.append(event.name.split("::")[1])
-        elif event.name.startswith("c10d::allgather") and _is_inside(event, "fsdp_passes::start_next_graph"):
+        elif event.name.startswith("c10d::allgather") and "fsdp_passes::start_next_graph" in _names_around(event):
             names.append("all_gather_ahead")
 
 
@@ -126,12 +126,12 @@ def recorded_all_gathers(units: str) -> Iterator[list[str]]:
 
 
 def _is_of(event: Any, units: str) -> bool:
-    while event is not None and not (event.name.startswith("FSDP:") and event.name.endswith(":all_gather")):
-        event = event.cpu_parent
-    return event is not None and event.name.startswith(f"FSDP:{units}")
+    regions = (name for name in _names_around(event) if name.startswith("FSDP:") and name.endswith(":all_gather"))
+    return next(regions, "").startswith(f"FSDP:{units}")
 
 
-def _is_inside(event: Any, name: str) -> bool:
-    while event is not None and event.name != name:
+def _names_around(event: Any) -> Iterator[str]:
+    """The name of a profiler's event and of those that it lies in, from inside out."""
+    while event is not None:
+        yield event.name
         event = event.cpu_parent
-    return event is not None
