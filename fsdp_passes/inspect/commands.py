@@ -17,7 +17,8 @@ from typing import Any
 
 from fsdp_passes.errors import FsdpError
 from fsdp_passes.inspect.explain import Explanation, explain
-from fsdp_passes.inspect.scale import scale, scale_page, scale_text
+from fsdp_passes.inspect.scale import scale, scale_text
+from fsdp_passes.inspect.scale_page import scale_page
 from fsdp_passes.inspect.targets import UserMistake, as_mistake, loaded, one_line
 from fsdp_passes.pipeline import PASS_NAMES
 
@@ -159,7 +160,7 @@ def run_diff(args: argparse.Namespace) -> int:
     if args.pass_name not in PASS_NAMES:
         raise UserMistake(f"--pass {args.pass_name}: expected one of {', '.join(PASS_NAMES)}")
     with explained(args, args.world_size) as explanation:
-        has_colour = args.color == "always" or (args.color == "auto" and sys.stdout.isatty())
+        has_colour = args.color == "always" or (args.color == "auto" and _is_colour_wanted())
         for graph in explanation.graphs:
             if args.phase not in ("both", graph.phase):
                 continue
@@ -188,6 +189,11 @@ def _around(passes: Any, name: str) -> tuple[str, str]:
 
 
 _COLOURS = {"+": "32", "-": "31", "@": "36"}
+
+
+def _is_colour_wanted() -> bool:
+    """In a terminal that has colours, unless the user asked for none (https://no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _coloured(line: str) -> str:

@@ -122,3 +122,27 @@ def test_a_pass_that_changes_nothing_says_so(capsys: pytest.CaptureFixture[str])
     command = "diff first_targets:tiny --pass bucket_reduce_scatters --phase forward"
     assert main(command.split()) == 0
     assert capsys.readouterr().out == "forward: bucket_reduce_scatters changes nothing\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_coloured"),
+    [({"TERM": "xterm"}, True), ({"TERM": "xterm", "NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+)
+def test_a_terminal_is_coloured_unless_it_cannot_or_shall_not(
+    variables: dict[str, str], is_coloured: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["diff", "first_targets:tiny", "--pass", "bucket_all_gathers", "--phase", "forward"]) == 0
+    assert ("\x1b[" in capsys.readouterr().out) == is_coloured
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["trace", "--quiet", "tests/data/fsdp2_two_ranks.json.gz"]) == 2
+        monkeypatch.undo()
+    assert capsys.readouterr().err == "fsdp_passes: No space left on device. Make room, or write elsewhere.\n"
