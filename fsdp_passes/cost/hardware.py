@@ -199,17 +199,21 @@ def _cluster_from(where: str, data: Any) -> Cluster:
         raise HardwareError(where, type(data).__name__, "a JSON object with the fields of Cluster")
     fields = {"name": where, **data}
     try:
-        fields["accelerator"] = _entry(where, fields.get("accelerator"), ACCELERATORS, Accelerator)
-        fields["intra"] = _entry(where, fields.get("intra"), LINKS, Link)
-        fields["inter"] = _entry(where, fields.get("inter"), LINKS, Link)
+        fields["accelerator"] = _entry(where, "accelerator", fields, ACCELERATORS, Accelerator)
+        fields["intra"] = _entry(where, "intra", fields, LINKS, Link)
+        fields["inter"] = _entry(where, "inter", fields, LINKS, Link)
         return Cluster(**fields)
     except TypeError as error:  # a field too many, too few, or of the wrong type
         raise HardwareError(where, str(error), "the fields of Cluster, Accelerator and Link") from None
 
 
-def _entry(where: str, value: Any, table: Mapping[str, Any], kind: type) -> Any:
+def _entry(where: str, field: str, fields: Mapping[str, Any], table: Mapping[str, Any], kind: type) -> Any:
+    value = fields.get(field)
     if isinstance(value, dict):
         return kind(**value)
-    if value in table:
+    if isinstance(value, str) and value in table:
         return table[value]
-    raise HardwareError(where, repr(value), f"one of {', '.join(table)}, or an object with the fields of its class")
+    found = f"{field}: {value!r}" if field in fields else f"no {field}"
+    raise HardwareError(
+        where, found, f"for {field} one of {', '.join(table)}, or an object with the fields of its class"
+    )

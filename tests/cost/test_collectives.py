@@ -95,7 +95,8 @@ def test_a_users_own_hardware_from_a_file(tmp_path: pathlib.Path) -> None:
     [
         ("{", "a file that cannot be read"),
         ("[]", "expected a JSON object with the fields of Cluster, found list"),
-        ('{"accelerator": "h900", "intra": "nvlink4", "inter": "nvlink4"}', "expected one of a100, h100"),
+        ('{"accelerator": "h900", "intra": "nvlink4", "inter": "nvlink4"}', "for accelerator one of a100, h100"),
+        ('{"accelerator": "h100", "intra": "nvlink4"}', "expected for inter one of nvlink3, .*, found no inter"),
         ('{"accelerator": "h100", "intra": "nvlink4", "inter": "nvlink4", "nodes": 2}', "the fields of Cluster"),
         ('{"accelerator": "h100", "intra": "nvlink4", "inter": "nvlink4", "per_node": 0}', "at least 1 accelerator"),
         ('{"accelerator": "h100", "intra": "nvlink4", "inter": "nvlink4", "algorithm": "star"}', "one of ring"),
