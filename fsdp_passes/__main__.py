@@ -162,9 +162,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return commands.INTERRUPTED
     except BrokenPipeError:
-        # The reader had enough (`| head`). Python would complain while it flushes stdout at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_stdout()  # the reader had enough (`| head`)
         return commands.OK
+    except OSError as error:  # a full disk behind `> file`
+        if args.traceback:
+            traceback.print_exc()
+        _forget_stdout()
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"fsdp_passes: {where}{error.strerror or error}. Make room, or write elsewhere.", file=sys.stderr)
+        return commands.MISTAKE
+
+
+def _forget_stdout() -> None:
+    """Python flushes stdout at its end, and would complain a second time."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

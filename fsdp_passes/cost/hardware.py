@@ -1,7 +1,23 @@
 """Hardware: what an accelerator computes and reads in a second, what a link carries, and how both make up a cluster.
 
 Every constant is the vendor's figure for dense arithmetic and one direction of a link; its source stands beside it.
-What of it real kernels reach is said once, in the `…_efficiency` fields, so that nothing is scaled down twice.
+What of it real kernels reach is said once, in the `…efficiency` fields, so that nothing is scaled down twice:
+
+    matmul_efficiency 0.7, memory_efficiency 0.8
+        Together they predict 81.5 ms of compute for the Llama of 8 layers, 4096 tokens, for which 80.5 to 81.2 ms were
+        measured on an H200 (docs/performance.md). The best single matrix product reaches 0.80 of the H100's figure,
+        0.78 of the B200's and 0.87 of the A100's (S. Bekman, Machine Learning Engineering, "Maximum Achievable Matmul
+        FLOPS"). For other accelerators than the H200 both are assumptions.
+    NVLink 0.80, 0.82, 0.80
+        What NCCL itself counts on in a ring: 20.0, 20.6 and 40.1 GB/s of a link's 25, 25 and 50 (SM80_, SM90_ and
+        SM100_NVLINK_BW in its src/graph/topo.h).
+    InfiniBand 0.92
+        NCCL's maintainers expect 46 to 48 GB/s of a port of 400 Gbit/s (nccl-tests, issue 290), and 12 and 24 GB/s of
+        100 and 200 Gbit/s at best (issue 119); the lowest of these, as many ports are busy at once. XDR by analogy.
+    Ethernet 0.90
+        The same adapters, with more around each packet: RoCE v2 needs 82 bytes for 4096 (preamble, Ethernet, IPv4,
+        UDP, transport header, two checksums, gap), InfiniBand 26: 0.92 * (4122 / 4178), rounded down. Frames of 1500
+        bytes carry packets of 1024 only, which is 0.86; TCP reaches less. Give a `Link` of your own for these.
 """
 
 from __future__ import annotations
@@ -56,7 +72,7 @@ class Link:
         bandwidth: bytes per second, one direction, of one accelerator.
         latency_us: microseconds for one hop, the collective library's work included.
         source: where the figures are from.
-        efficiency: the part of the bandwidth that large collectives reach.
+        efficiency: the part of the bandwidth that large collectives reach. The default is for links of one's own.
     """
 
     name: str
@@ -137,14 +153,16 @@ ACCELERATORS = {
 _NVLINK_US, _NETWORK_US = 3.4, 14.0
 
 LINKS = {
-    "nvlink3": Link("NVLink 3", 300e9, _NVLINK_US, "NVIDIA A100 datasheet: 600 GB/s, both directions"),
-    "nvlink4": Link("NVLink 4", 450e9, _NVLINK_US, "NVIDIA H100 datasheet: 900 GB/s, both directions"),
-    "nvlink5": Link("NVLink 5", 900e9, _NVLINK_US, "NVIDIA HGX B200 datasheet: 1.8 TB/s, both directions"),
-    "infiniband_hdr": Link("InfiniBand HDR", 25e9, _NETWORK_US, "InfiniBand HDR, 4 lanes: 200 Gbit/s"),
-    "infiniband_ndr": Link("InfiniBand NDR", 50e9, _NETWORK_US, "InfiniBand NDR, 4 lanes: 400 Gbit/s"),
-    "infiniband_xdr": Link("InfiniBand XDR", 100e9, _NETWORK_US, "InfiniBand XDR, 4 lanes: 800 Gbit/s"),
-    "ethernet_100g": Link("Ethernet 100G", 12.5e9, _NETWORK_US, "IEEE 802.3, 100 Gbit/s"),
-    "ethernet_400g": Link("Ethernet 400G", 50e9, _NETWORK_US, "IEEE 802.3, 400 Gbit/s"),
+    "nvlink3": Link("NVLink 3", 300e9, _NVLINK_US, "NVIDIA A100 datasheet: 600 GB/s, both directions", 0.80),
+    "nvlink4": Link("NVLink 4", 450e9, _NVLINK_US, "NVIDIA H100 datasheet: 900 GB/s, both directions", 0.82),
+    "nvlink5": Link("NVLink 5", 900e9, _NVLINK_US, "NVIDIA HGX B200 datasheet: 1.8 TB/s, both directions", 0.80),
+    "infiniband_hdr": Link("InfiniBand HDR", 25e9, _NETWORK_US, "IBTA, 4 lanes of HDR: 200 Gbit/s of data", 0.92),
+    "infiniband_ndr": Link("InfiniBand NDR", 50e9, _NETWORK_US, "IBTA, 4 lanes of NDR: 400 Gbit/s of data", 0.92),
+    "infiniband_xdr": Link("InfiniBand XDR", 100e9, _NETWORK_US, "IBTA, 4 lanes of XDR: 800 Gbit/s of data", 0.92),
+    # The rate of IEEE's MAC is that of whole frames, behind the line code: 100 Gbit/s are 12.5 GB/s of them.
+    "ethernet_100g": Link("Ethernet 100G", 12.5e9, _NETWORK_US, "IEEE 802.3ba: 100 Gbit/s at the MAC", 0.90),
+    "ethernet_200g": Link("Ethernet 200G", 25e9, _NETWORK_US, "IEEE 802.3bs: 200 Gbit/s at the MAC", 0.90),
+    "ethernet_400g": Link("Ethernet 400G", 50e9, _NETWORK_US, "IEEE 802.3bs: 400 Gbit/s at the MAC", 0.90),
 }
 
 CLUSTERS = {
@@ -181,17 +199,21 @@ def _cluster_from(where: str, data: Any) -> Cluster:
         raise HardwareError(where, type(data).__name__, "a JSON object with the fields of Cluster")
     fields = {"name": where, **data}
     try:
-        fields["accelerator"] = _entry(where, fields.get("accelerator"), ACCELERATORS, Accelerator)
-        fields["intra"] = _entry(where, fields.get("intra"), LINKS, Link)
-        fields["inter"] = _entry(where, fields.get("inter"), LINKS, Link)
+        fields["accelerator"] = _entry(where, "accelerator", fields, ACCELERATORS, Accelerator)
+        fields["intra"] = _entry(where, "intra", fields, LINKS, Link)
+        fields["inter"] = _entry(where, "inter", fields, LINKS, Link)
         return Cluster(**fields)
     except TypeError as error:  # a field too many, too few, or of the wrong type
         raise HardwareError(where, str(error), "the fields of Cluster, Accelerator and Link") from None
 
 
-def _entry(where: str, value: Any, table: Mapping[str, Any], kind: type) -> Any:
+def _entry(where: str, field: str, fields: Mapping[str, Any], table: Mapping[str, Any], kind: type) -> Any:
+    value = fields.get(field)
     if isinstance(value, dict):
         return kind(**value)
-    if value in table:
+    if isinstance(value, str) and value in table:
         return table[value]
-    raise HardwareError(where, repr(value), f"one of {', '.join(table)}, or an object with the fields of its class")
+    found = f"{field}: {value!r}" if field in fields else f"no {field}"
+    raise HardwareError(
+        where, found, f"for {field} one of {', '.join(table)}, or an object with the fields of its class"
+    )

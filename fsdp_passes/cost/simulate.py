@@ -139,8 +139,11 @@ def _reason(flight: _Flight, total_computed: float) -> str:
         return "last of the graph: nothing is left to compute"
     if hidden_by == 0:
         return "nothing computes between its start and its wait"
-    queued = flight.begin_us - flight.issued_us
-    if flight.queued_behind is not None and queued >= flight.held_us:
-        other = flight.queued_behind.step
-        return f"queued {queued:.0f} us behind the {other.collective} of {other.unit}"
-    return f"takes {flight.end_us - flight.issued_us:.0f} us, the compute meanwhile only {hidden_by:.0f} us"
+    takes = f"takes {flight.end_us - flight.begin_us:.0f} us"
+    if flight.queued_behind is None:
+        return f"{takes}, the compute meanwhile only {hidden_by:.0f} us"
+    other, queued = flight.queued_behind.step, flight.begin_us - flight.issued_us
+    behind = f"queued {queued:.0f} us behind the {other.collective} of {other.unit}"
+    if queued >= flight.held_us:
+        return behind
+    return f"{behind}, then {takes}; the compute meanwhile only {hidden_by:.0f} us"

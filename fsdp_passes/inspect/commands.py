@@ -15,9 +15,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from fsdp_passes.cost.hardware import find_cluster
 from fsdp_passes.errors import FsdpError
 from fsdp_passes.inspect.explain import Explanation, explain
-from fsdp_passes.inspect.scale import scale, scale_page, scale_text
+from fsdp_passes.inspect.scale import scale, scale_text
+from fsdp_passes.inspect.scale_page import scale_page
 from fsdp_passes.inspect.targets import UserMistake, as_mistake, loaded, one_line
 from fsdp_passes.pipeline import PASS_NAMES
 
@@ -70,14 +72,16 @@ def progress(what: str, *, is_quiet: bool) -> Iterator[None]:
 def explained(args: argparse.Namespace, world_size: int, *, kernels: bool = False) -> Iterator[Explanation]:
     """The explanation of the target; its process group exists inside."""
     options = dict(_option(text) for text in args.option)
+    try:
+        cluster = find_cluster(args.hardware)
+    except FsdpError as error:
+        raise UserMistake(" ".join(str(error).split())) from error
     with loaded(args.target, world_size) as (model, inputs, kwargs):
         # Through a function, since the model's own keywords may have the names of explain's.
         quiet = contextlib.nullcontext() if args.traceback else without_torchs_errors()
         with quiet, progress(f"tracing {args.target} for {world_size} ranks", is_quiet=args.quiet):
             try:
-                explanation = explain(
-                    model, *inputs, options=options, hardware=args.hardware, kernels=kernels, **kwargs
-                )
+                explanation = explain(model, *inputs, options=options, hardware=cluster, kernels=kernels, **kwargs)
             except Exception as error:
                 raise as_mistake(error, args.target) from error
         yield explanation
@@ -159,7 +163,7 @@ def run_diff(args: argparse.Namespace) -> int:
     if args.pass_name not in PASS_NAMES:
         raise UserMistake(f"--pass {args.pass_name}: expected one of {', '.join(PASS_NAMES)}")
     with explained(args, args.world_size) as explanation:
-        has_colour = args.color == "always" or (args.color == "auto" and sys.stdout.isatty())
+        has_colour = args.color == "always" or (args.color == "auto" and is_colour_wanted())
         for graph in explanation.graphs:
             if args.phase not in ("both", graph.phase):
                 continue
@@ -190,6 +194,11 @@ def _around(passes: Any, name: str) -> tuple[str, str]:
 _COLOURS = {"+": "32", "-": "31", "@": "36"}
 
 
+def is_colour_wanted() -> bool:
+    """In a terminal that has colours, unless the user asked for none (https://no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
 def _coloured(line: str) -> str:
     colour = "1" if line.startswith(("+++", "---")) else _COLOURS.get(line[:1])
     return f"\x1b[{colour}m{line}\x1b[0m" if colour else line
@@ -213,7 +222,8 @@ def run_trace(args: argparse.Namespace) -> int:
     check_writable(args.json, args.html)
     for path in args.files:
         if not pathlib.Path(path).is_file():
-            raise UserMistake(f"{path}: expected a trace file of torch.profiler, found no such file. Check the path")
+            found = "a folder" if pathlib.Path(path).is_dir() else "no such file"
+            raise UserMistake(f"{path}: expected a trace file of torch.profiler, found {found}. Check the path")
     from fsdp_passes.inspect.trace import trace_report
 
     with progress(f"reading {', '.join(args.files)}", is_quiet=args.quiet):

@@ -3,6 +3,7 @@
 const card = document.getElementById("card");
 const [BAR, LABEL, MEMORY, AXIS, GAP, EDGE] = [30, 18, 70, 20, 8, 1]; // heights in pixels, EDGE a width
 const PHASE_STRIP = 20;
+const OUTLINE = { reduce_scatter: " scatter", all_reduce: " reduce" };
 
 // ---- one section: its timelines share the view ----
 
@@ -141,7 +142,7 @@ class Plot {
       if (width > 40) inside += `<text class="gap-label${item.waits ? " waits" : ""}" x="${left + width / 2}" y="${top + height / 2 + 4}" text-anchor="middle">${text}</text>`;
     } else {
       const kind = data.kinds[item.span[KIND]];
-      inside = `<rect class="bar${kind === "reduce_scatter" && width > 5 ? " scatter" : ""}" style="--fill:${fill(item.unit)}" ${box} y="${top + 1}" height="${height - 2}" rx="${width > 6 ? 2 : 0}"/>`;
+      inside = `<rect class="bar${(width > 5 && OUTLINE[kind]) || ""}" style="--fill:${fill(item.unit)}" ${box} y="${top + 1}" height="${height - 2}" rx="${width > 6 ? 2 : 0}"/>`;
       if (pattern(item.unit) && width > 3) inside += `<rect class="overlay" fill="url(#pattern${pattern(item.unit)})" ${box} y="${top + 1}" height="${height - 2}"/>`;
       for (const [begin, end] of item.parts || item.span[PARTS] || []) {
         const [from, to] = [Math.max(this.x(begin), -4), Math.min(this.x(end), this.width + 4)];
@@ -315,6 +316,7 @@ function emphasize(unit) {
   rule.textContent = unit === null ? "" : `.item:not([data-unit="${unit}"]):not([data-unit="-2"]) { opacity: .3; }`;
 }
 const units = document.getElementById("units");
+document.getElementById("key-all-reduce").hidden = !data.kinds.includes("all_reduce");
 units.innerHTML = data.units.map((name, unit) => `<li><button aria-pressed="false"><svg aria-hidden="true"><rect class="bar" style="--fill:${fill(unit)}" width="18" height="14" rx="2"/>${pattern(unit) ? `<rect fill="url(#pattern${pattern(unit)})" width="18" height="14"/>` : ""}</svg>${escape(name)}</button></li>`).join("");
 units.hidden = data.units.length === 0;
 units.addEventListener("click", (event) => {

@@ -232,7 +232,7 @@ def _summary_row(timeline: Timeline, first: Timeline | None) -> str:
         _time(communication),
         _time(timeline.exposed_us) + _change(timeline.exposed_us, first.exposed_us if first else 0.0),
         hidden,
-        f"{peak / 2**20:,.1f} MiB" if timeline.memory else "-",
+        _bytes(peak) if timeline.memory else "-",
     )
     # On a narrow screen each cell shows its column's name itself.
     columns = "".join(f'<td data-name="{name}">{cell}</td>' for name, cell in zip(_COLUMNS, cells, strict=True))
@@ -248,3 +248,10 @@ def _time(time_us: float) -> str:
         if time_us >= size:
             return f"{time_us / size:.3g} {unit}" if time_us < 1000 * size else f"{time_us / size:.0f} {unit}"
     return f"{time_us:.3g} µs"
+
+
+def _bytes(count: int) -> str:
+    """As page_items.js writes them."""
+    power = min(4, (count.bit_length() - 1) // 10) if count > 0 else 0
+    value = count / 1024**power
+    return f"{float(f'{value:.{4 if value >= 1000 else 3}g}'):g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

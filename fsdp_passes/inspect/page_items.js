@@ -20,7 +20,8 @@ function time(us) {
 function bytes(count) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   const power = count > 0 ? Math.min(4, Math.floor(Math.log2(count) / 10)) : 0;
-  return `${+(count / 1024 ** power).toPrecision(3)} ${units[power]}`;
+  const value = count / 1024 ** power;
+  return `${+value.toPrecision(value >= 1000 ? 4 : 3)} ${units[power]}`;
 }
 const what = (item) =>
   item.gap ? (item.waits ? "compute waits" : "idle") : item.memory ? "unsharded memory" : data.kinds[item.span[KIND]].replace("_", "-");

@@ -22,8 +22,8 @@ def explanation_text(explanation: Explanation) -> str:
     before_us = sum(graph.timeline_before.total_us for graph in explanation.graphs)
     lines = [
         f"{explanation.name} over {explanation.ranks}, times predicted for {explanation.cluster.name}",
-        f"one step: {total_us / 1e3:.3f} ms, communication exposed for {exposed_us / 1e3:.3f} ms; "
-        f"unscheduled it would take {before_us / 1e3:.3f} ms",
+        f"one step without the optimizer: {total_us / 1e3:.3f} ms, communication exposed for "
+        f"{exposed_us / 1e3:.3f} ms; unscheduled it would take {before_us / 1e3:.3f} ms",
     ]
     for graph in explanation.graphs:
         lines += ["", *_graph_lines(graph)]
@@ -42,8 +42,8 @@ def _graph_lines(graph: ExplainedGraph) -> Iterator[str]:
     peak = max((point.num_bytes for point in timeline.memory), default=0)
     count = graph.report.max_unsharded_units
     yield (
-        f"  unsharded at once: at most {peak / 2**20:.2f} MiB; without units kept from forward to backward at most "
-        f"{count} unit{'' if count == 1 else 's'}, {graph.report.max_unsharded_bytes / 2**20:.2f} MiB"
+        f"  unsharded at once: at most {peak / 2**20:.2f} MiB in all; of units that reshard, at most {count} "
+        f"({graph.report.max_unsharded_bytes / 2**20:.2f} MiB)"
     )
     cells = [list(COLUMNS), *_folded(graph.rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(COLUMNS))]

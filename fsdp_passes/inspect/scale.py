@@ -1,15 +1,14 @@
-"""How a step changes with the number of ranks: a table, and a page with curves."""
+"""How a step changes with the number of ranks: points, a table, and where communication stops being hidden."""
 
 from __future__ import annotations
 
 import dataclasses
-import html
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from fsdp_passes.inspect.explain import Explanation
 from fsdp_passes.inspect.rows import unit_rows
 
+HIDDEN_BELOW = 0.01  # of the step; less than predictions are exact to
 ADAM_COPIES = 4  # parameter, gradient and Adam's two moments, each as large as the shard
 
 
@@ -61,125 +60,56 @@ def _point(explanation: Explanation, world_size: int) -> ScalePoint:
 
 
 def first_exposed(points: Sequence[ScalePoint]) -> ScalePoint | None:
-    """The first point at which communication is exposed that larger inputs could hide."""
-    return next((point for point in points if point.avoidable_us > 0), None)
+    """The first point at which communication is no longer hidden: at least HIDDEN_BELOW of the step is exposed that
+    larger inputs could hide."""
+    return next((point for point in points if point.avoidable_us >= HIDDEN_BELOW * point.step_us > 0), None)
 
 
 def verdict(points: Sequence[ScalePoint]) -> str:
     """Where communication stops being hidden, in one sentence."""
     found = first_exposed(points)
-    ends = "but for the first gathers and the last reductions"
+    ends = "the first gathers and the last reductions are exposed at any size"
     if found is None:
-        return f"communication is hidden at every size, {ends}"
+        return f"Communication is hidden from {points[0].world_size} to {points[-1].world_size} ranks; {ends}."
     share = found.avoidable_us / found.step_us
     return (
-        f"communication stops being hidden at {found.world_size} ranks: {found.avoidable_us / 1e3:.3f} ms "
-        f"({share:.1%} of the step) stay exposed that larger inputs could hide, {ends}"
+        f"Communication stops being hidden at {found.world_size} ranks: {found.avoidable_us / 1e3:.3f} ms "
+        f"({share:.1%} of the step) are exposed that larger inputs of each rank could hide; {ends}."
+    )
+
+
+def conditions(explanation: Explanation) -> str:
+    """What the points are predicted for, and what stays the same over all of them."""
+    cluster = explanation.cluster
+    return (
+        f"{explanation.name}, predicted for {cluster.accelerator.name}, {cluster.per_node} to a node joined by "
+        f"{cluster.intra.name}, nodes joined by {cluster.inter.name}; each rank keeps its inputs"
+    )
+
+
+COLUMNS = ("ranks", "step ms", "compute ms", "comm ms", "exposed ms", "exposed %", "state GiB", "unsharded GiB")
+NOTE = (
+    "comm: all collectives, hidden or not; state: shards, gradients and Adam's moments of one rank; unsharded: most "
+    "gathered parameters at once. Activations and the optimizer's step are not in it."
+)
+
+
+def cells(point: ScalePoint) -> tuple[str, ...]:
+    """The point as the table's cells, in the order of COLUMNS."""
+    times = (point.step_us, point.compute_us, point.communication_us, point.exposed_us)
+    share = 100 * point.exposed_us / point.step_us if point.step_us else 0.0
+    return (
+        str(point.world_size),
+        *(f"{time_us / 1e3:.3f}" for time_us in times),
+        f"{share:.1f}",
+        f"{point.state_bytes / 2**30:.3f}",
+        f"{point.unsharded_bytes / 2**30:.3f}",
     )
 
 
 def scale_text(explanation: Explanation, points: Sequence[ScalePoint]) -> str:
     """A table, one line per number of ranks, and the verdict."""
-    cluster = explanation.cluster
-    lines = [
-        f"{explanation.name} on {cluster.accelerator.name}, nodes of {cluster.per_node} joined by {cluster.inter.name}",
-        f"{'ranks':>6}  {'step ms':>10}  {'compute ms':>10}  {'comm ms':>10}  {'exposed ms':>10}  {'state GiB':>10}  "
-        f"{'unsharded GiB':>13}",
-    ]
-    for point in points:
-        lines.append(
-            f"{point.world_size:6}  {point.step_us / 1e3:10.3f}  {point.compute_us / 1e3:10.3f}  "
-            f"{point.communication_us / 1e3:10.3f}  {point.exposed_us / 1e3:10.3f}  {point.state_bytes / 2**30:10.3f}  "
-            f"{point.unsharded_bytes / 2**30:13.3f}"
-        )
-    return "\n".join([*lines, verdict(points)])
-
-
-# ---- the page --------------------------------------------------------------------------------------------------------
-
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 260, 64, 16, 16, 40
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fff; --grid: #ccc; --one: #0060a8; --two: #b34700; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #eee; --paper: #161616; --grid: #444; --one: #6db6ff; --two: #ffa563; }
-}
-body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 1.5rem auto;
-       max-width: 44rem; padding: 0 1rem; }
-svg { width: 100%; height: auto; } svg text { fill: var(--ink); font-size: 12px; }
-.grid { stroke: var(--grid); } .one { stroke: var(--one); fill: none; stroke-width: 2; }
-.two { stroke: var(--two); fill: none; stroke-width: 2; stroke-dasharray: 7 4; }
-pre { overflow-x: auto; }
-"""
-Series = tuple[str, str, Callable[[ScalePoint], float]]
-
-
-def scale_page(explanation: Explanation, points: Sequence[ScalePoint]) -> str:
-    """One self-contained HTML page: step and compute time, exposed communication, memory, over the number of ranks."""
-    charts = [
-        ("Time of one step, ms", [("step", "one", _step_ms), ("compute", "two", _compute_ms)]),
-        ("Exposed communication, ms", [("all", "one", _exposed_ms), ("avoidable", "two", _avoidable_ms)]),
-        ("Memory of one rank, GiB", [("shards and Adam", "one", _state_gib), ("unsharded", "two", _unsharded_gib)]),
-    ]
-    title = html.escape(f"{explanation.name} over {points[0].world_size} to {points[-1].world_size} ranks")
-    body = "".join(f"<h2>{html.escape(name)}</h2>{_chart(name, points, series)}" for name, series in charts)
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{_STYLE}</style><h1>{title}</h1><p>{html.escape(verdict(points))}.</p>{body}"
-        f"<pre>{html.escape(scale_text(explanation, points))}</pre></html>\n"
-    )
-
-
-def _step_ms(point: ScalePoint) -> float:
-    return point.step_us / 1e3
-
-
-def _compute_ms(point: ScalePoint) -> float:
-    return point.compute_us / 1e3
-
-
-def _exposed_ms(point: ScalePoint) -> float:
-    return point.exposed_us / 1e3
-
-
-def _avoidable_ms(point: ScalePoint) -> float:
-    return point.avoidable_us / 1e3
-
-
-def _state_gib(point: ScalePoint) -> float:
-    return point.state_bytes / 2**30
-
-
-def _unsharded_gib(point: ScalePoint) -> float:
-    return point.unsharded_bytes / 2**30
-
-
-def _chart(title: str, points: Sequence[ScalePoint], series: Sequence[Series]) -> str:
-    """An SVG with one line per series over log2 of the ranks; the axis of values begins at 0."""
-    top = max(value(point) for _, _, value in series for point in points) or 1.0
-    first = math.log2(points[0].world_size)
-    span = math.log2(points[-1].world_size) - first or 1.0
-
-    def x(point: ScalePoint) -> float:
-        return LEFT + (math.log2(point.world_size) - first) / span * (WIDTH - LEFT - RIGHT)
-
-    def y(value: float) -> float:
-        return HEIGHT - BOTTOM - value / top * (HEIGHT - TOP - BOTTOM)
-
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}">']
-    for share in (0.0, 0.5, 1.0):
-        height = y(share * top)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{height:.1f}" y2="{height:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{share * top:.4g}</text>')
-    every = math.ceil(len(points) / 8)
-    for point in points[::every]:
-        parts.append(
-            f'<text x="{x(point):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{point.world_size}</text>'
-        )
-    for index, (name, style, value) in enumerate(series):
-        line = " ".join(f"{x(point):.1f},{y(value(point)):.1f}" for point in points)
-        left = LEFT + index * 180
-        parts.append(f'<polyline class="{style}" points="{line}"/>')
-        parts.append(f'<line class="{style}" x1="{left}" x2="{left + 26}" y1="{HEIGHT - 8}" y2="{HEIGHT - 8}"/>')
-        parts.append(f'<text x="{left + 32}" y="{HEIGHT - 4}">{html.escape(name)}</text>')
-    return "".join([*parts, "</svg>"])
+    rows = [COLUMNS, *map(cells, points)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    table = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([conditions(explanation), *table, NOTE, verdict(points)])

@@ -66,6 +66,16 @@ def test_every_constant_has_a_source_and_every_cluster_is_complete() -> None:
         assert entry.accelerator.flops_of(torch.bfloat16) > entry.accelerator.flops_of(torch.float32)
 
 
+def test_links_reach_what_their_sources_say() -> None:
+    """GB/s: NCCL's own figures for each NVLink times their number, and what its maintainers expect of a port."""
+    reached = {name: round(link.reached / 1e9, 1) for name, link in LINKS.items()}
+    assert reached["nvlink3"] == 12 * 20.0
+    assert reached["nvlink4"] == pytest.approx(18 * 20.6, rel=0.01)
+    assert reached["nvlink5"] == pytest.approx(18 * 40.1, rel=0.01)
+    assert (reached["infiniband_hdr"], reached["infiniband_ndr"]) == (23.0, 46.0)
+    assert (reached["ethernet_100g"], reached["ethernet_400g"]) == (11.2, 45.0)
+
+
 def test_a_dtype_without_an_entry_counts_as_float32() -> None:
     accelerator = ACCELERATORS["a100"]
     assert accelerator.flops_of(torch.float8_e4m3fn) == accelerator.flops_of(torch.float32)
@@ -85,7 +95,8 @@ def test_a_users_own_hardware_from_a_file(tmp_path: pathlib.Path) -> None:
     [
         ("{", "a file that cannot be read"),
         ("[]", "expected a JSON object with the fields of Cluster, found list"),
-        ('{"accelerator": "h900", "intra": "nvlink4", "inter": "nvlink4"}', "expected one of a100, h100"),
+        ('{"accelerator": "h900", "intra": "nvlink4", "inter": "nvlink4"}', "for accelerator one of a100, h100"),
+        ('{"accelerator": "h100", "intra": "nvlink4"}', "expected for inter one of nvlink3, .*, found no inter"),
         ('{"accelerator": "h100", "intra": "nvlink4", "inter": "nvlink4", "nodes": 2}', "the fields of Cluster"),
         ('{"accelerator": "h100", "intra": "nvlink4", "inter": "nvlink4", "per_node": 0}', "at least 1 accelerator"),
         ('{"accelerator": "h100", "intra": "nvlink4", "inter": "nvlink4", "algorithm": "star"}', "one of ring"),

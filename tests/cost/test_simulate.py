@@ -52,7 +52,10 @@ def test_a_schedule_by_hand() -> None:
         ),
         (
             [compute(5), start("a", 30), start("b", 10), compute(5), wait("b"), wait("a")],
-            ["a collective behind it on its row is awaited", "takes 40 us, the compute meanwhile only 5 us"],
+            [
+                "a collective behind it on its row is awaited",
+                "queued 30 us behind the all_gather of a, then takes 10 us; the compute meanwhile only 5 us",
+            ],
         ),
         ([start("a", 10), compute(10), wait("a")], [""]),
     ],

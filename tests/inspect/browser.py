@@ -93,7 +93,8 @@ class Browser:
         self.requests.clear()
         self.call("Page.navigate", url=path.as_uri())
         deadline = time.monotonic() + self._timeout_s
-        while not self.evaluate("document.readyState === 'complete' && document.documentElement.dataset.drawn"):
+        drawn = "(document.documentElement.dataset.drawn || !document.scripts.length)"
+        while not self.evaluate(f"document.readyState === 'complete' && {drawn}"):
             is_waiting = time.monotonic() < deadline and not self.messages
             assert is_waiting, f"the page was not drawn: {self.messages}"
             time.sleep(0.02)

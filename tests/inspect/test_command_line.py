@@ -71,7 +71,7 @@ def test_explain_prints_the_tables_and_writes_json(tmp_path: pathlib.Path, capsy
     path = tmp_path / "out.json"
     assert main(["explain", "some_targets:tiny", "--world-size", "4", "-o", "prefetch=2", "--json", str(path)]) == 0
     printed = capsys.readouterr()
-    assert printed.out.startswith("TinyTransformer over 4 ranks, times predicted for h100\none step: ")
+    assert printed.out.startswith("TinyTransformer over 4 ranks, times predicted for h100\none step without")
     assert f"wrote {path}" in printed.err
     data = json.loads(path.read_text())
     assert (data["world_size"], data["options"]["prefetch"]) == (4, 2)
@@ -186,19 +186,22 @@ def test_golden_scale(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
     assert_expected_inline(
         folded(capsys.readouterr().out),
         """\
-TinyTransformer on H100 SXM, nodes of 8 joined by InfiniBand NDR
- ranks     step ms  compute ms     comm ms  exposed ms   state GiB  unsharded GiB
-     2       0.153       0.000       0.153       0.153       0.000          0.000
-     4       0.242       0.000       0.242       0.242       0.000          0.000
-     8       0.419       0.000       0.419       0.419       0.000          0.000
-    16       0.910       0.000       0.910       0.910       0.000          0.000
-    32       1.893       0.000       1.893       1.893       0.000          0.000
-communication stops being hidden at 2 ranks: 0.106 ms (69.2% of the step) stay exposed that larger inputs could
-        hide, but for the first gathers and the last reductions""",
+TinyTransformer, predicted for H100 SXM, 8 to a node joined by NVLink 4, nodes joined by InfiniBand NDR; each rank
+        keeps its inputs
+ranks  step ms  compute ms  comm ms  exposed ms  exposed %  state GiB  unsharded GiB
+    2    0.153       0.000    0.153       0.153      100.0      0.000          0.000
+    4    0.242       0.000    0.242       0.242      100.0      0.000          0.000
+    8    0.419       0.000    0.419       0.419      100.0      0.000          0.000
+   16    0.910       0.000    0.910       0.910      100.0      0.000          0.000
+   32    1.893       0.000    1.893       1.893      100.0      0.000          0.000
+comm: all collectives, hidden or not; state: shards, gradients and Adam's moments of one rank; unsharded: most
+        gathered parameters at once. Activations and the optimizer's step are not in it.
+Communication stops being hidden at 2 ranks: 0.106 ms (69.2% of the step) are exposed that larger inputs of each
+        rank could hide; the first gathers and the last reductions are exposed at any size.""",
     )
     page = path.read_text()
-    assert page.count("<svg") == 3
-    assert page.count("<polyline") == 6
+    assert page.count('role="img"') == 6  # three drawings, each for wide and for narrow windows
+    assert page.count("<polyline") == 12
     assert "http" not in page
 
 

@@ -51,21 +51,21 @@ def test_golden_text() -> None:
         folded(str(explain(model, torch.arange(4096) % 10))),
         """\
 TinyTransformer over 8 ranks, times predicted for h100
-one step: 2.035 ms, communication exposed for 0.129 ms; unscheduled it would take 2.412 ms
+one step without the optimizer: 2.036 ms, communication exposed for 0.129 ms; unscheduled it would take 2.416 ms
 
-forward: 0.711 ms = compute 0.650 + idle 0.062; communication 0.190 ms, of it exposed 0.062
-  unsharded at once: at most 8.01 MiB; without units kept from forward to backward at most 2 units, 8.01 MiB
+forward: 0.712 ms = compute 0.650 + idle 0.062; communication 0.191 ms, of it exposed 0.062
+  unsharded at once: at most 8.01 MiB in all; of units that reshard, at most 2 (8.01 MiB)
   unit      collective   MiB  starts before  awaited before  compute ms  comm ms  exposed ms  why
   root      all_gather  0.06  root           root                 0.000    0.032       0.032  first of the graph:
         nothing computes before it
-  layers.0  all_gather  4.00  root           layers.0             0.013    0.042       0.029  queued 32 us behind
+  layers.0  all_gather  4.00  root           layers.0             0.013    0.042       0.030  queued 32 us behind
         the all_gather of root
   layers.1  all_gather  4.00  layers.0       layers.1             0.208    0.042       0.000  hidden behind layers.0
   layers.2  all_gather  4.00  layers.1       layers.2             0.208    0.042       0.000  hidden behind layers.1
   root      all_gather  0.07  layers.2       root                 0.208    0.032       0.000  hidden behind layers.2
 
-backward: 1.324 ms = compute 1.257 + idle 0.067; communication 0.316 ms, of it exposed 0.067
-  unsharded at once: at most 8.07 MiB; without units kept from forward to backward at most 2 units, 8.01 MiB
+backward: 1.324 ms = compute 1.257 + idle 0.067; communication 0.318 ms, of it exposed 0.067
+  unsharded at once: at most 8.07 MiB in all; of units that reshard, at most 2 (8.01 MiB)
   unit      collective       MiB  starts before  awaited before  compute ms  comm ms  exposed ms  why
   layers.2  all_gather      4.00  root           layers.2             0.227    0.042       0.000  hidden behind
         root, layers.2

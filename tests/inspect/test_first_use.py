@@ -15,6 +15,7 @@ from torch import nn
 from fsdp_passes import explain, fully_shard
 from fsdp_passes.__main__ import main
 from fsdp_passes._torch_compat import init_fake_process_group
+from fsdp_passes.inspect.commands import is_colour_wanted
 
 TARGETS = """
     import sys
@@ -89,6 +90,12 @@ def test_a_mistake_says_what_to_do(command: str, message: str, capsys: pytest.Ca
         ("explain no_such:f --json /", "/: expected a file that can be written, found a folder"),
         ("scale no_such:f --html /no/such/x.html", "found no folder /no/such"),
         ("trace no_such.json --json /no/such/x.json", "found no folder /no/such"),
+        ("trace /", "/: expected a trace file of torch.profiler, found a folder. Check the path"),
+        ("explain no_such:f --hardware abacus", "hardware: expected one of a100, h100, h200"),
+        (
+            "explain no_such:f --hardware no_such.json",
+            "no_such.json: expected a JSON object, found a file that cannot be",
+        ),
         ("diff no_such:f --pass nothing", "--pass nothing: expected one of bucket_all_gathers"),
     ],
 )
@@ -122,3 +129,27 @@ def test_a_pass_that_changes_nothing_says_so(capsys: pytest.CaptureFixture[str])
     command = "diff first_targets:tiny --pass bucket_reduce_scatters --phase forward"
     assert main(command.split()) == 0
     assert capsys.readouterr().out == "forward: bucket_reduce_scatters changes nothing\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_coloured"),
+    [({"TERM": "xterm"}, True), ({"TERM": "xterm", "NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+)
+def test_a_terminal_is_coloured_unless_it_cannot_or_shall_not(
+    variables: dict[str, str], is_coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert not is_colour_wanted()  # a pipe or a file
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert is_colour_wanted() == is_coloured
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["trace", "--quiet", "tests/data/fsdp2_two_ranks.json.gz"]) == 2
+        monkeypatch.undo()
+    assert capsys.readouterr().err == "fsdp_passes: No space left on device. Make room, or write elsewhere.\n"

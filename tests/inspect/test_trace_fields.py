@@ -1,7 +1,8 @@
 """The trace report on the fields that torch.profiler writes for NCCL's kernels, counted by hand.
 
 `nccl_fields.json` was put together from the names and fields that are documented and in use for such traces; it is no
-recording. One rank of two ran a step of a root with one layer under FSDP2:
+recording. That the installed PyTorch writes fields of these names is looked up in its library. One rank of two ran a
+step of a root with one layer under FSDP2:
 
     stream 7          [unpack 160.5-165.5]  [root 170.5-200.5]  [layer 250.5-450.5] [backward 460.5-760.5]
     stream 24  [AG root 100.5-160.5]  [AG layers.0 166.5-246.5]                         [RS layers.0 770.5-900.5]
@@ -12,9 +13,11 @@ numbers for process and thread, a synchronization that lasts as long as the step
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdp_passes.errors import TraceFileError
 from fsdp_passes.inspect.trace import trace_report
@@ -50,3 +53,20 @@ def test_the_longest_exposed_part_gives_the_reason() -> None:
 def test_a_ranks_step_in_two_files_is_refused() -> None:
     with pytest.raises(TraceFileError, match=r"found step 2 of rank 0, which .*nccl_fields\.json has too\."):
         trace_report([PATH, PATH])
+
+
+def test_the_installed_pytorch_writes_these_fields() -> None:
+    """The names that a reader depends on are constants of the profiler's library."""
+    (library,) = (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")
+    text = PATH.read_text()
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
+        for field in (
+            "Collective name",
+            "In msg nelems",
+            "Out msg nelems",
+            "Group size",
+            "dtype",
+            "record_param_comms",
+        ):
+            assert f'"{field}"' in text
+            assert code.find(field.encode() + b"\0") >= 0, field
