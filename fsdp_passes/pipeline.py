@@ -36,6 +36,7 @@ from fsdp_passes.passes.annotate_regions import annotate_regions
 from fsdp_passes.passes.bucket_all_gathers import bucket_all_gathers
 from fsdp_passes.passes.bucket_all_reduces import bucket_all_reduces
 from fsdp_passes.passes.bucket_reduce_scatters import bucket_reduce_scatters
+from fsdp_passes.passes.keep_reads_of_written import keep_reads_of_written
 from fsdp_passes.passes.pin_schedule import pin_schedule
 from fsdp_passes.passes.prefetch_across_graphs import prefetch_across_graphs
 from fsdp_passes.passes.reshard_to_group import read_first_gather, reshard_to_group
@@ -138,12 +139,13 @@ def _sources_hash() -> bytes:
 
 
 class TagJointGraph(CustomGraphPass):
-    """`reshard_to_group` and `tag_reshard_after_forward` as Inductor's joint-graph pass."""
+    """The passes over the joint graph, as Inductor's joint-graph pass."""
 
     def __call__(self, graph: fx.Graph) -> None:
         if reshard_to_group(graph):
             graph.lint()
         tag_reshard_after_forward(graph)
+        keep_reads_of_written(graph)
 
     def uuid(self) -> Any:
         return _sources_hash()
