@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_passes._torch_compat import group_of
+from fsdp_passes.arguments import ReduceGrad, ReduceReplicas, Unshard
 from fsdp_passes.layout import part_of, scattered_from_whole, whole_from_gathered
 from fsdp_passes.regions import label_text, pop_region, push_region, region_name
 
@@ -115,29 +116,11 @@ def unshard(
 
 
 @unshard.register_fake
-def _(
-    shard: Tensor,
-    label: Tensor | None,
-    unit: int,
-    rows: int,
-    world_size: int,
-    group_name: str,
-    reduce_group_name: str,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    reshard: bool,
-    divide_factor: float | None = None,
-    whole: Tensor | None = None,
-    partial: Tensor | None = None,
-    num_replicas: int = 1,
-    replica_group_name: str = "",
-    kept_world_size: int = 0,
-    kept_group_name: str = "",
-    shard_dim: int = 0,
-) -> Tensor:
-    shape = list(shard.shape)
-    shape[shard_dim] *= world_size
-    return shard.new_empty((rows, *shape[1:]), dtype=param_dtype)
+def _(*args: Any) -> Tensor:
+    call = Unshard(*args)
+    shape = list(call.shard.shape)
+    shape[call.shard_dim] *= call.world_size
+    return call.shard.new_empty((call.rows, *shape[1:]), dtype=call.param_dtype)  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("fsdp_passes::reduce_grad", mutates_args=())
@@ -178,20 +161,11 @@ def reduce_grad(
 
 
 @reduce_grad.register_fake
-def _(
-    grad: Tensor,
-    label: Tensor | None,
-    unit: int,
-    world_size: int,
-    group_name: str,
-    reduce_dtype: torch.dtype,
-    grad_dtype: torch.dtype,
-    divide_factor: float | None = None,
-    shard_dim: int = 0,
-) -> Tensor:
-    shape = list(grad.shape)
-    shape[shard_dim] = -(-shape[shard_dim] // world_size)
-    return grad.new_empty(shape, dtype=grad_dtype)
+def _(*args: Any) -> Tensor:
+    call = ReduceGrad(*args)
+    shape = list(call.grad.shape)
+    shape[call.shard_dim] = -(-shape[call.shard_dim] // call.world_size)
+    return call.grad.new_empty(shape, dtype=call.grad_dtype)  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("fsdp_passes::reduce_replicas", mutates_args=())
@@ -225,17 +199,9 @@ def reduce_replicas(
 
 
 @reduce_replicas.register_fake
-def _(
-    grad: Tensor,
-    label: Tensor | None,
-    unit: int,
-    num_replicas: int,
-    group_name: str,
-    reduce_dtype: torch.dtype,
-    grad_dtype: torch.dtype,
-    divide_factor: float | None = None,
-) -> Tensor:
-    return grad.new_empty(grad.shape, dtype=grad_dtype)
+def _(*args: Any) -> Tensor:
+    call = ReduceReplicas(*args)
+    return call.grad.new_empty(call.grad.shape, dtype=call.grad_dtype)  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("fsdp_passes::keep_part", mutates_args=())
@@ -251,31 +217,36 @@ def _(whole: Tensor, world_size: int, group_name: str) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, label, unit, _, world_size, _, group_name, _, reduce_dtype, _, factor, whole, partial, *more = inputs
-    ctx.label, ctx.unit, ctx.num_inputs = label, unit, len(inputs)
-    ctx.sink = next((index for index, sink in enumerate(inputs) if index >= 11 and isinstance(sink, Tensor)), 0)
-    ctx.is_reduced = whole is None
-    *replicas, _, _, shard_dim = more
-    ctx.replicas = replicas if replicas[0] > 1 and whole is None and partial is None else None
-    # What is reduced once more has the reduction's dtype until then.
-    is_final = ctx.replicas is None and partial is None
-    ctx.dtypes = [reduce_dtype, shard.dtype if is_final else reduce_dtype]
-    ctx.final_dtypes = [reduce_dtype, shard.dtype]
-    ctx.shards = [world_size, group_name]
-    ctx.has_factor = factor is not None
-    ctx.more = [factor, shard_dim] if shard_dim else [factor] if ctx.has_factor else []
+    call = Unshard(*inputs)
+    # What takes the gradient, and so how far it is reduced.
+    sinks = {"whole": call.whole, "partial": call.partial}
+    ctx.sink = next((name for name, sink in sinks.items() if sink is not None), "shard")
+    ctx.num_inputs, ctx.orig_dtype = len(inputs), call.shard.dtype
+    ctx.call = call._replace(shard=None, whole=None, partial=None)  # a context keeps no tensors but the label
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    call: Unshard = ctx.call
     grads: list[Tensor | None] = [None] * ctx.num_inputs
-    if ctx.is_reduced:
-        grad = REDUCE_GRAD(grad, ctx.label, ctx.unit, *ctx.shards, *ctx.dtypes, *ctx.more)
-    if ctx.replicas is not None:
-        # All of the division that the user has set is in the first reduction.
-        factor = [1.0] if ctx.has_factor else []
-        grad = REDUCE_REPLICAS(grad, ctx.label, ctx.unit, *ctx.replicas, *ctx.final_dtypes, *factor)
-    grads[ctx.sink] = grad
+    grads[Unshard._fields.index(ctx.sink)] = _reduced(call, ctx.sink, grad, ctx.orig_dtype)
     return tuple(grads)
+
+
+def _reduced(call: Unshard, sink: str, grad: Tensor, orig_dtype: torch.dtype) -> Tensor:
+    if sink == "whole":
+        return grad
+    is_averaged_again = sink == "shard" and call.num_replicas > 1
+    # What is reduced once more has the reduction's dtype until then.
+    dtype = orig_dtype if sink == "shard" and not is_averaged_again else call.reduce_dtype
+    factor = () if call.divide_factor is None else (call.divide_factor,)
+    more = (call.divide_factor, call.shard_dim) if call.shard_dim else factor
+    where = (call.label, call.unit)
+    grad = REDUCE_GRAD(grad, *where, call.world_size, call.reduce_group_name, call.reduce_dtype, dtype, *more)
+    if is_averaged_again:
+        # All of the division that the user has set is in the first reduction.
+        replicas, dtypes = (call.num_replicas, call.replica_group_name), (call.reduce_dtype, orig_dtype)
+        grad = REDUCE_REPLICAS(grad, *where, *replicas, *dtypes, *((1.0,) if factor else ()))
+    return grad
 
 
 unshard.register_autograd(_backward, setup_context=_setup_context)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
-import faulthandler
 import importlib
 import multiprocessing
-import os
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-from tests.ranks import free_port
+import torch
+import torch.distributed as dist
+
+from tests.ranks import host_store, join
 
 
 @dataclasses.dataclass
@@ -35,62 +35,47 @@ class Outcome:
     error: str = ""
 
 
-def _serve(rank: int, world_size: int, port: int, target: str, kwargs: dict[str, Any], pipe: Any) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank)
-    )
-    faulthandler.enable()
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
+def _serve(
+    rank: int, world_size: int, port: int, is_rank_0_host: bool, target: str, kwargs: dict[str, Any], pipe: Any
+) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    if is_rank_0_host:
+        store = _store_of_rank_0(store, rank)
+    join("gloo", rank, world_size, store, timeout_s=60)  # a hang costs this long, and not half an hour
     torch.manual_seed(0)
     module, function = target.split(":")
-    # A hang costs this long, and not half an hour.
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     try:
         pipe.send(("ok", getattr(importlib.import_module(module), function)(**kwargs)))
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
-    _wait_for_the_living(dist.distributed_c10d._get_default_store(), rank)
     pipe.close()
 
 
-def _wait_for_the_living(store: Any, rank: int) -> None:
-    """Rank 0 hosts the store: it ends last, as a launcher would."""
-    with contextlib.suppress(Exception):
-        if rank != 0:
-            store.add("ended", 1)
-            return
-        end_s, seen = time.monotonic() + 10, -1
-        while time.monotonic() < end_s:
-            now = store.add("ended", 0)
-            if now != seen:
-                seen, end_s = now, time.monotonic() + 10
-            if now >= int(store.get("living") if store.check(["living"]) else 10**6):
-                return
-            time.sleep(0.05)
+def _store_of_rank_0(meeting_place: dist.TCPStore, rank: int) -> dist.TCPStore:
+    if rank == 0:
+        store = host_store()
+        meeting_place.set("port", str(store.port))
+        return store
+    return dist.TCPStore("127.0.0.1", int(meeting_place.get("port")), is_master=False)
 
 
-def expect_living(num_others: int) -> None:
-    """Called on any rank: how many ranks besides rank 0 will end by themselves."""
-    import torch.distributed as dist
-
-    dist.distributed_c10d._get_default_store().set("living", str(num_others))
-
-
-def run(target: str, world_size: int, *, timeout_s: float = 150.0, **kwargs: Any) -> list[Outcome]:
+def run(
+    target: str, world_size: int, *, timeout_s: float = 240.0, is_rank_0_host: bool = False, **kwargs: Any
+) -> list[Outcome]:
     """Call `module:function` with `kwargs` on new ranks of one gloo group; how each of them ended.
 
+    The store is in this process, as it is in a launcher's, or dies with rank 0 (`is_rank_0_host`).
     A rank that is still alive behind `timeout_s` is killed, and the call raises `AssertionError`.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch._dynamo", "fsdp_passes"])
-    port = free_port()
+    store = host_store()
     ranks = []
     for rank in range(world_size):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(rank, world_size, port, target, kwargs, theirs), daemon=True)
+        process = context.Process(
+            target=_serve, args=(rank, world_size, store.port, is_rank_0_host, target, kwargs, theirs), daemon=True
+        )
         process.start()
         theirs.close()
         ranks.append((process, ours))

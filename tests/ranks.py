@@ -7,37 +7,47 @@ and the test fails, so that a hang costs one time limit and not the whole run.
 
 from __future__ import annotations
 
+import datetime
 import faulthandler
 import importlib
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 import unittest.mock
 from collections.abc import Sequence
 from typing import Any
 
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+import torch
+import torch.distributed as dist
 
 
-def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Any) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank)
-    )
+def host_store() -> dist.TCPStore:
+    """A store for ranks, in this process as in a launcher's: no rank has to outlive the others for it, and the system
+    chooses a port that stays taken."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def launched(store: dist.TCPStore, rank: int, world_size: int) -> dict[str, str]:
+    """The environment of a rank whose launcher hosts `store`, for scripts."""
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    host = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    return {**os.environ, **place, **host, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+def join(backend: str, rank: int, world_size: int, store: dist.TCPStore, timeout_s: float | None = None) -> None:
+    """Make the default group of a rank."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     faulthandler.enable()  # a rank that dies says where
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(backend)
+    timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Any) -> None:
+    join(backend, rank, world_size, dist.TCPStore("127.0.0.1", port, is_master=False))
     pipe.send(("ready", None))
     while True:
         try:
@@ -77,16 +87,17 @@ class RankPool:
         self.backend = backend
         self.timeout_s = timeout_s
         self.environments = [environment] * world_size if isinstance(environment, dict) else [*environment]
+        self._store: dist.TCPStore | None = None
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        port = free_port()
+        self._store = host_store()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world_size, port, self.backend, theirs), daemon=True
+                target=_serve, args=(rank, self.world_size, self._store.port, self.backend, theirs), daemon=True
             )
             with unittest.mock.patch.dict(os.environ, self.environments[rank] if self.environments else {}):
                 process.start()
@@ -130,4 +141,4 @@ class RankPool:
             process.kill()
         for process in self._processes:
             process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._store = [], [], None

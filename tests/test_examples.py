@@ -22,7 +22,7 @@ import checkpoint
 import show_schedule
 import text
 import train_gpt
-from tests.ranks import RankPool, free_port
+from tests.ranks import RankPool, host_store, launched
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text())
@@ -162,12 +162,11 @@ def test_two_killed_ranks_go_on_with_the_same_losses(tmp_path: Path, expected: l
     log, folder = tmp_path / "log.jsonl", tmp_path / "checkpoints"
     flags = ["--eager", "--checkpoint", str(folder), "--save-every", "1"]
     command = [sys.executable, str(EXAMPLES / "train_gpt.py"), *TINY, *flags, "--steps", "100000"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    environment["MASTER_PORT"] = str(free_port())
+    store = host_store()
     ranks = [
         subprocess.Popen(
             [*command, "--log-file", str(log)],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**launched(store, rank, 2), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

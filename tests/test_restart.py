@@ -15,10 +15,10 @@ import pytest
 import checkpoint
 import train_gpt
 from bench.network import ADDRESSES, INTERFACES, NetworkError, inside, two_hosts
-from tests.ranks import free_port
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "train_gpt.py"
 STEPS = 7
+PORT = 29512  # of the launchers' meeting in a network of their own
 TINY = ["--dim", "32", "--layers", "2", "--batch", "4", "--seq", "16", "--device", "cpu", "--steps", str(STEPS)]
 
 
@@ -103,10 +103,9 @@ def test_torchrun_replaces_a_killed_rank_and_the_losses_are_the_same(tmp_path: P
 
 def test_on_two_hosts_too(tmp_path: Path) -> None:
     """Two network namespaces, a launcher in each."""
-    port = free_port()
     commands, environments = [], []
     for host in range(2):
-        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{port}", "--rdzv-id", "restart"]
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}", "--rdzv-id", "restart"]
         rendezvous += ["--rdzv-conf", f"is_host={int(host == 0)}"]
         flags = ["--nnodes", "2", "--node-rank", str(host), *rendezvous, "--local-addr", ADDRESSES[host]]
         commands.append(inside(host, *torchrun(*flags), *example(tmp_path), "--eager"))

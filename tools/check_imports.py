@@ -20,9 +20,10 @@ from pathlib import Path
 
 COMPAT = "_torch_compat"
 # Not internal in practice: operators, whose own names may begin with an underscore, their types, which have no other
-# name, their schema; the tables of nn.Module; the version counter that the notes on autograd describe.
+# name, their schema; the tables of nn.Module; the version counter that the notes on autograd describe; the methods of
+# named tuples.
 ALLOWED_PREFIXES = ("torch.ops.", "torch._ops.OpOverload", "torch._ops.HigherOrderOperator")
-ALLOWED_ATTRIBUTES = {"_schema", "_parameters", "_buffers", "_modules", "_version"}
+ALLOWED_ATTRIBUTES = {"_schema", "_parameters", "_buffers", "_modules", "_version", "_replace", "_fields"}
 
 
 @dataclasses.dataclass

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
+from fsdp_passes.arguments import ReduceGrad, Unshard
 from fsdp_passes.ops import REDUCE_GRAD, UNSHARD
 from fsdp_passes.schedule import ShardedShape, is_heavy
 
@@ -71,13 +72,14 @@ def reduction_parts(graph: fx.Graph) -> dict[fx.Node, Part]:
 
 def reduced_bytes(node: fx.Node) -> int:
     """Bytes on the wire of the whole gradient of a `reduce_grad` node, padding included."""
-    return int(node.meta["val"].numel() * node.args[3] * node.args[5].itemsize)  # type: ignore[operator,union-attr]
+    call = ReduceGrad.of(node)
+    return int(node.meta["val"].numel() * call.world_size * call.reduce_dtype.itemsize)
 
 
 def gradient_shape(node: fx.Node) -> ShardedShape:
     """The whole gradient of a `reduce_grad` node."""
-    grad, dtype = node.args[0], node.args[5]
-    return sharded_shape(grad.meta["val"], shard_dim_of(node), dtype)  # type: ignore[union-attr, arg-type]
+    call = ReduceGrad.of(node)
+    return sharded_shape(call.grad.meta["val"], call.shard_dim, call.reduce_dtype)
 
 
 def sharded_shape(whole: torch.Tensor, shard_dim: int, dtype: torch.dtype) -> ShardedShape:
@@ -86,14 +88,8 @@ def sharded_shape(whole: torch.Tensor, shard_dim: int, dtype: torch.dtype) -> Sh
     return ShardedShape(rows, whole.numel() // rows * dtype.itemsize)
 
 
-def shard_dim_of(node: fx.Node) -> int:
-    """Along which dimension the parameter of an `unshard` or `reduce_grad` node is sharded."""
-    place = 17 if node.target is UNSHARD else 8
-    return int(node.args[place]) if len(node.args) > place else 0  # type: ignore[arg-type]
-
-
 def _unit_of(node: fx.Node) -> int:
-    return int(node.args[2])  # type: ignore[arg-type]
+    return (Unshard if node.target is UNSHARD else ReduceGrad).of(node).unit
 
 
 def split_runs(nodes: Sequence[fx.Node], unit_of: Callable[[fx.Node], int]) -> dict[fx.Node, Part]:

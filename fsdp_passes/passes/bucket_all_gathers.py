@@ -7,10 +7,11 @@ import operator
 import torch
 from torch import fx
 
+from fsdp_passes.arguments import Unshard
 from fsdp_passes.gather_ops import ALL_GATHER_OP
 from fsdp_passes.ops import UNSHARD, c10d
 from fsdp_passes.passes._graph import BucketBuilder, aten
-from fsdp_passes.passes._parts import Part, shard_dim_of, sharded_shape, split_units
+from fsdp_passes.passes._parts import Part, sharded_shape, split_units
 from fsdp_passes.schedule import ALL_GATHER, FINISH, START, WAIT, Bucket, ShardedShape
 
 
@@ -34,19 +35,19 @@ def bucket_all_gathers(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
     # A unit that reshards is gathered once. Its reads may lie apart in a backward, where recomputation puts another
     # unit's forward between them.
     parts = split_units(
-        graph, unshards, _gathered_bytes, exposed_end="first", is_one_run=lambda node: bool(node.args[9])
+        graph, unshards, _gathered_bytes, exposed_end="first", is_one_run=lambda node: Unshard.of(node).reshard
     )
     groups: dict[tuple[int, Part, torch.dtype, str], list[fx.Node]] = {}
     for node in unshards:
-        _, _, unit, _, _, group_name, _, param_dtype, *_ = node.args
-        groups.setdefault((unit, parts[node], param_dtype, group_name), []).append(node)
+        call = Unshard.of(node)
+        groups.setdefault((call.unit, parts[node], call.param_dtype, call.group_name), []).append(node)
     buckets: list[Bucket] = []
     for (unit, part, dtype, group_name), nodes in groups.items():
         gathered_bytes = sum(map(_gathered_bytes, nodes))
-        reshard = bool(nodes[0].args[9])
+        first = Unshard.of(nodes[0])
         bucket = Bucket(
-            *(ALL_GATHER, len(buckets), unit, len(nodes), gathered_bytes, dtype, reshard),
-            *(part.run, part.half, tuple(map(_shape, nodes)), int(nodes[0].args[4])),  # type: ignore[arg-type]
+            *(ALL_GATHER, len(buckets), unit, len(nodes), gathered_bytes, dtype, first.reshard),
+            *(part.run, part.half, tuple(map(_shape, nodes)), first.world_size),
         )
         builder = BucketBuilder(graph, bucket, nodes[0])
         with graph.inserting_before(nodes[0]):
@@ -60,18 +61,21 @@ def bucket_all_gathers(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
 
 
 def _gathered_bytes(node: fx.Node) -> int:
-    shard, world_size, dtype = node.args[0], node.args[4], node.args[7]
-    return int(shard.meta["val"].numel() * world_size * dtype.itemsize)  # type: ignore[union-attr,operator]
+    call = Unshard.of(node)
+    return int(call.shard.meta["val"].numel() * call.world_size * call.param_dtype.itemsize)
 
 
 def _shape(node: fx.Node) -> ShardedShape:
-    return sharded_shape(node.meta["val"], shard_dim_of(node), node.args[7])  # type: ignore[arg-type]
+    call = Unshard.of(node)
+    return sharded_shape(node.meta["val"], call.shard_dim, call.param_dtype)
 
 
 def _start(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dtype, group_name: str, packed: bool) -> fx.Node:
-    shards, label, world_size = [node.args[0] for node in nodes], nodes[0].args[1], nodes[0].args[4]
+    shards, first = [Unshard.of(node).shard for node in nodes], Unshard.of(nodes[0])
     name = f"all_gather_{builder.bucket.index}"
-    return builder.call(START, ALL_GATHER_OP, shards, label, world_size, group_name, dtype, packed, name=name)
+    return builder.call(
+        START, ALL_GATHER_OP, shards, first.label, first.world_size, group_name, dtype, packed, name=name
+    )
 
 
 def _gather_coalesced(
@@ -84,13 +88,13 @@ def _gather_coalesced(
 
 
 def _gather_packed(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dtype, group_name: str) -> list[fx.Node]:
-    world_size = nodes[0].args[4]
+    world_size = Unshard.of(nodes[0]).world_size
     start = _start(builder, nodes, dtype, group_name, packed=True)
     wait = builder.call(WAIT, c10d.wait_tensor.default, builder.call(WAIT, operator.getitem, start, 0))
     table = builder.call(FINISH, aten.view.default, wait, [world_size, -1])
     results, offset = [], 0
     for node in nodes:
-        shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+        shape = Unshard.of(node).shard.meta["val"].shape
         size = shape.numel()
         rows = builder.call(FINISH, aten.slice.Tensor, table, 1, offset, offset + size)
         rows = builder.call(FINISH, aten.clone.default, rows, memory_format=torch.contiguous_format)
@@ -103,10 +107,10 @@ def _gather_packed(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dt
 def _whole(builder: BucketBuilder, gathered: fx.Node, node: fx.Node) -> fx.Node:
     """The parameter from the shards of all ranks, one behind the other. Padding rows are last: leaving them out is a
     view. Parts along another dimension than 0 are put together by a copy."""
-    rows, dim = node.args[3], shard_dim_of(node)
-    if dim:
-        parts = [node.args[4], *node.args[0].meta["val"].shape]  # type: ignore[union-attr]
-        return builder.reorder(FINISH, gathered, parts, 0, dim, node.meta["val"].shape)
-    if gathered.meta["val"].shape[0] == rows:
+    call = Unshard.of(node)
+    if call.shard_dim:
+        parts = [call.world_size, *call.shard.meta["val"].shape]
+        return builder.reorder(FINISH, gathered, parts, 0, call.shard_dim, node.meta["val"].shape)
+    if gathered.meta["val"].shape[0] == call.rows:
         return gathered
-    return builder.call(FINISH, aten.slice.Tensor, gathered, 0, 0, rows)
+    return builder.call(FINISH, aten.slice.Tensor, gathered, 0, 0, call.rows)

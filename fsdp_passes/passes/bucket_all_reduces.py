@@ -7,6 +7,7 @@ import operator
 import torch
 from torch import fx
 
+from fsdp_passes.arguments import ReduceGrad, ReduceReplicas
 from fsdp_passes.ops import REDUCE_REPLICAS, GradientDivision, c10d, gradient_division, group_averages
 from fsdp_passes.passes._graph import BucketBuilder, aten
 from fsdp_passes.passes._parts import Part, gradient_shape, reduced_bytes, reduction_parts
@@ -28,18 +29,18 @@ def bucket_all_reduces(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
     parts = reduction_parts(graph)
     groups: dict[tuple[int, Part, torch.dtype, str], list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=REDUCE_REPLICAS, sort=True):
-        _, _, unit, _, group_name, reduce_dtype, *_ = node.args
-        groups.setdefault((unit, parts[_source(node)], reduce_dtype, group_name), []).append(node)
+        call = ReduceReplicas.of(node)
+        groups.setdefault((call.unit, parts[call.grad], call.reduce_dtype, call.group_name), []).append(node)
     order = {node: index for index, node in enumerate(graph.nodes)}
     buckets: list[Bucket] = []
     # Numbered in the order in which they can start.
     for (unit, part, dtype, group_name), nodes in sorted(groups.items(), key=lambda item: order[item[1][-1]]):
-        sources = [_source(node) for node in nodes]
-        num_bytes = sum(reduced_bytes(source) // source.args[3] for source in sources)  # type: ignore[misc, operator]
+        sources = [ReduceReplicas.of(node).grad for node in nodes]
+        num_bytes = sum(reduced_bytes(source) // ReduceGrad.of(source).world_size for source in sources)
         shapes = tuple(map(gradient_shape, sources))
         bucket = Bucket(
             *(ALL_REDUCE, len(buckets), unit, len(nodes), num_bytes, dtype, True),
-            *(part.run, part.half, shapes, int(nodes[0].args[3])),  # type: ignore[arg-type]
+            *(part.run, part.half, shapes, ReduceReplicas.of(nodes[0]).num_replicas),
         )
         last = nodes[-1]
         builder = BucketBuilder(graph, bucket, last)
@@ -51,13 +52,6 @@ def bucket_all_reduces(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
             graph.erase_node(node)
         buckets.append(bucket)
     return buckets
-
-
-def _source(node: fx.Node) -> fx.Node:
-    """The `reduce_grad` node whose result this one averages."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    return source
 
 
 def _reduce_coalesced(builder: BucketBuilder, nodes: list[fx.Node], group_name: str) -> list[fx.Node]:
@@ -90,17 +84,17 @@ def _reduce_packed(builder: BucketBuilder, nodes: list[fx.Node], group_name: str
 
 
 def _division(node: fx.Node) -> GradientDivision:
-    _, _, _, num_replicas, group_name, dtype, _, *factor = node.args
-    averages = group_averages(group_name)  # type: ignore[arg-type]
-    return gradient_division(num_replicas, dtype, *(factor or [None]), averages=averages)  # type: ignore[arg-type]
+    call = ReduceReplicas.of(node)
+    averages = group_averages(call.group_name)
+    return gradient_division(call.num_replicas, call.reduce_dtype, call.divide_factor, averages=averages)
 
 
 def _prepare(builder: BucketBuilder, node: fx.Node, division: GradientDivision) -> fx.Node:
-    source = _source(node)
+    source: fx.Node = ReduceReplicas.of(node).grad
     return source if division.before == 1.0 else builder.call(PREPARE, aten.mul.Tensor, source, division.before)
 
 
 def _finish(builder: BucketBuilder, reduced: fx.Node, node: fx.Node, division: GradientDivision) -> fx.Node:
     if division.after != 1.0:
         reduced = builder.call(FINISH, aten.mul.Tensor, reduced, division.after)
-    return builder.cast(FINISH, reduced, node.args[6])  # type: ignore[arg-type]
+    return builder.cast(FINISH, reduced, ReduceReplicas.of(node).grad_dtype)

@@ -7,9 +7,10 @@ import operator
 import torch
 from torch import fx
 
+from fsdp_passes.arguments import ReduceGrad
 from fsdp_passes.ops import GradientDivision, c10d, gradient_division, group_averages
 from fsdp_passes.passes._graph import BucketBuilder, aten
-from fsdp_passes.passes._parts import Part, gradient_shape, reduced_bytes, reduction_parts, shard_dim_of
+from fsdp_passes.passes._parts import Part, gradient_shape, reduced_bytes, reduction_parts
 from fsdp_passes.schedule import FINISH, PREPARE, REDUCE_SCATTER, START, WAIT, Bucket
 
 
@@ -30,8 +31,8 @@ def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]
     parts = reduction_parts(graph)
     groups: dict[tuple[int, Part, torch.dtype, str], list[fx.Node]] = {}
     for node in parts:
-        _, _, unit, _, group_name, reduce_dtype, *_ = node.args
-        groups.setdefault((unit, parts[node], reduce_dtype, group_name), []).append(node)  # type: ignore[arg-type]
+        call = ReduceGrad.of(node)
+        groups.setdefault((call.unit, parts[node], call.reduce_dtype, call.group_name), []).append(node)
     order = {node: index for index, node in enumerate(graph.nodes)}
     # Buckets are numbered in the order in which they can start.
     by_last_grad = sorted(groups.items(), key=lambda item: max(order[node] for node in item[1]))
@@ -40,7 +41,7 @@ def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]
         wire_bytes = sum(map(reduced_bytes, nodes))
         bucket = Bucket(
             *(REDUCE_SCATTER, len(buckets), unit, len(nodes), wire_bytes, dtype, True),
-            *(part.run, part.half, tuple(map(gradient_shape, nodes)), int(nodes[0].args[3])),  # type: ignore[arg-type]
+            *(part.run, part.half, tuple(map(gradient_shape, nodes)), ReduceGrad.of(nodes[0]).world_size),
         )
         last = max(nodes, key=lambda node: order[node])
         builder = BucketBuilder(graph, bucket, last)
@@ -57,7 +58,7 @@ def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]
 def _reduce_coalesced(
     builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dtype, group_name: str
 ) -> list[fx.Node]:
-    world_size, division = nodes[0].args[3], _division(nodes[0])
+    world_size, division = ReduceGrad.of(nodes[0]).world_size, _division(nodes[0])
     grads = [_contiguous(builder, _pad(builder, node, dtype, division)) for node in nodes]
     start = builder.call(
         START,
@@ -74,7 +75,7 @@ def _reduce_coalesced(
 
 
 def _reduce_packed(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dtype, group_name: str) -> list[fx.Node]:
-    world_size, division = nodes[0].args[3], _division(nodes[0])
+    world_size, division = ReduceGrad.of(nodes[0]).world_size, _division(nodes[0])
     grads = [_contiguous(builder, _pad(builder, node, dtype, division)) for node in nodes]
     shapes = [tuple(grad.meta["val"].shape) for grad in grads]
     # Row r of the table is what rank r receives: the r-th share of every gradient.
@@ -93,7 +94,7 @@ def _reduce_packed(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dt
     wait = builder.call(WAIT, c10d.wait_tensor.default, start)
     results, offset = [], 0
     for node, shape in zip(nodes, shapes, strict=True):
-        rows = shape[0] // world_size  # type: ignore[operator]
+        rows = shape[0] // world_size
         size = torch.Size((rows, *shape[1:])).numel()
         part = builder.call(FINISH, aten.slice.Tensor, wait, 0, offset, offset + size)
         part = builder.call(FINISH, aten.view.default, part, [rows, *shape[1:]])
@@ -104,22 +105,22 @@ def _reduce_packed(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dt
 
 def _division(node: fx.Node) -> GradientDivision:
     """A unit's gradients have one factor."""
-    _, _, _, world_size, group_name, dtype, _, *more = node.args
-    factor = more[0] if more else None
-    return gradient_division(world_size, dtype, factor, averages=group_averages(group_name))  # type: ignore[arg-type]
+    call = ReduceGrad.of(node)
+    averages = group_averages(call.group_name)
+    return gradient_division(call.world_size, call.reduce_dtype, call.divide_factor, averages=averages)
 
 
 def _pad(builder: BucketBuilder, node: fx.Node, dtype: torch.dtype, division: GradientDivision) -> fx.Node:
-    grad, world_size = node.args[0], node.args[3]
-    grad = builder.cast(PREPARE, grad, dtype)  # type: ignore[arg-type]
+    call = ReduceGrad.of(node)
+    grad, world_size, dim = builder.cast(PREPARE, call.grad, dtype), call.world_size, call.shard_dim
     if division.before != 1.0:
         grad = builder.call(PREPARE, aten.mul.Tensor, grad, division.before)
-    value, dim = grad.meta["val"], shard_dim_of(node)
+    value = grad.meta["val"]
     if dim:
         parts = [*value.shape[:dim], world_size, -1, *value.shape[dim + 1 :]]
-        result = torch.Size((world_size * value.shape[0], *node.meta["val"].shape[1:]))  # type: ignore[operator]
+        result = torch.Size((world_size * value.shape[0], *node.meta["val"].shape[1:]))
         return builder.reorder(PREPARE, _contiguous(builder, grad), parts, dim, 0, result)
-    missing = -value.shape[0] % world_size  # type: ignore[operator]
+    missing = -value.shape[0] % world_size
     if missing == 0:
         return grad
     padding = [0, 0] * (value.dim() - 1) + [0, missing]
@@ -136,4 +137,4 @@ def _contiguous(builder: BucketBuilder, node: fx.Node) -> fx.Node:
 def _finish(builder: BucketBuilder, reduced: fx.Node, node: fx.Node, division: GradientDivision) -> fx.Node:
     if division.after != 1.0:
         reduced = builder.call(FINISH, aten.mul.Tensor, reduced, division.after)
-    return builder.cast(FINISH, reduced, node.args[6])  # type: ignore[arg-type]
+    return builder.cast(FINISH, reduced, ReduceGrad.of(node).grad_dtype)

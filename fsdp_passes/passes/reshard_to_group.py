@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fsdp_passes.arguments import Unshard
 from fsdp_passes.ops import KEEP_PART, UNSHARD
 
 KEPT_WORLD_SIZE, KEPT_GROUP_NAME = 15, 16  # places among the arguments of `unshard`
@@ -70,7 +71,7 @@ def read_first_gather(graph: fx.Graph) -> int:
         if not part.users:  # without a backward
             graph.erase_node(part)
             continue
-        reader = last[part.args[0].args[2]]  # type: ignore[union-attr, index]
+        reader = last[Unshard.of(part.args[0]).unit]  # type: ignore[arg-type]
         if reader is not part:
             reader.append(part)
     return len(parts)
@@ -81,7 +82,7 @@ def _last_readers(graph: fx.Graph) -> dict[int, fx.Node]:
     order = {node: index for index, node in enumerate(graph.nodes)}
     last: dict[int, fx.Node] = {}
     for gathered in graph.find_nodes(op="call_function", target=UNSHARD):
-        unit, pending = int(gathered.args[2]), list(gathered.users)  # type: ignore[arg-type]
+        unit, pending = Unshard.of(gathered).unit, list(gathered.users)
         while pending:
             reader = pending.pop()
             if isinstance(reader.target, torch._ops.OpOverload) and reader.target.is_view:

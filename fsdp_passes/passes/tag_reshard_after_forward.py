@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from fsdp_passes._torch_compat import CheckpointPolicy
+from fsdp_passes.arguments import Unshard
 from fsdp_passes.ops import KEEP_PART, UNSHARD
 
 aten = torch.ops.aten
@@ -56,7 +57,7 @@ def tag_reshard_after_forward(graph: fx.Graph) -> int:
         part.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         part.meta["ac_graph_id"] = graph_id
     for gathered in weights:
-        reshard = gathered.args[9]
+        reshard = Unshard.of(gathered).reshard
         policy = CheckpointPolicy.MUST_RECOMPUTE if reshard else CheckpointPolicy.MUST_SAVE
         for node in weight_chain(gathered) if reshard else [gathered]:
             node.meta["recompute"] = policy

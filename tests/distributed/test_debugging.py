@@ -23,7 +23,7 @@ from fsdp_passes.pipeline import record_compilations
 from fsdp_passes.schedule import bucket_of
 from tests.distributed.checks import call_of, compiled
 from tests.models import Transformer, token_batches
-from tests.ranks import RankPool, free_port
+from tests.ranks import RankPool, host_store, launched
 from tests.training import assert_same, build, my_share, train
 
 HERE = "tests.distributed.test_debugging"
@@ -274,11 +274,11 @@ def test_a_process_that_ends_behind_an_exception_leaves_nothing_unawaited(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("CALL", CALLS[way]).replace("class Model", where + "\nclass Model"))
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    store = host_store()
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script)],
-            env={**environment, "RANK": str(rank), "PYTHONPATH": str(ROOT)},
+            env={**launched(store, rank, 2), "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_passes import fully_shard, overlap_fsdp
+from fsdp_passes._torch_compat import default_store
 from tests.faults import catch, run
 
 HERE = "tests.distributed.test_failed_collective"
@@ -100,12 +101,14 @@ CUT = [("fallback", "2 forward"), ("fallback", "0 backward"), ("aot_eager", "2 f
 
 def cut_connections() -> None:
     """End this process's connections to other ranks, as a broken network would; the store's stays."""
-    store_port = int(os.environ["MASTER_PORT"])
+    store: Any = default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
     for descriptor in os.listdir("/proc/self/fd"):
         # Suppressed: it is no socket, has no peer, or is gone by now.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connection:
             is_network = connection.family in (socket.AF_INET, socket.AF_INET6)
-            if is_network and store_port not in (connection.getpeername()[1], connection.getsockname()[1]):
+            if is_network and store.port not in (connection.getpeername()[1], connection.getsockname()[1]):
                 connection.shutdown(socket.SHUT_RDWR)
 
 

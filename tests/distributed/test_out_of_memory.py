@@ -26,7 +26,7 @@ HERE = "tests.distributed.test_out_of_memory"
 ROWS, DIM = 9 << 10, 1 << 10
 HEADROOM_BYTES = 20 << 20  # less than the large weight, more than anything else that a step needs
 TIMEOUT_S = 6.0
-_limits = ""  # where memory becomes short
+_where = ""  # where memory becomes short
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to know how much memory is in use")
 
@@ -36,41 +36,43 @@ def in_use_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-@torch.library.custom_op("fsdp_passes_test::run_short", mutates_args=())
-def run_short(x: Tensor, where: str) -> Tensor:
-    if where == _limits:
-        resource.setrlimit(resource.RLIMIT_AS, (in_use_bytes() + HEADROOM_BYTES, resource.RLIM_INFINITY))
+def run_short() -> None:
+    """From here on there is no memory for the large weight."""
+    resource.setrlimit(resource.RLIMIT_AS, (in_use_bytes() + HEADROOM_BYTES, resource.RLIM_INFINITY))
+
+
+@torch.library.custom_op("fsdp_passes_test::come_to_limit", mutates_args=())
+def come_to_limit(x: Tensor) -> Tensor:
+    if _where == "forward":
+        run_short()
     return x.clone()
 
 
-run_short.register_fake(lambda x, where: torch.empty_like(x))
-run_short.register_autograd(
-    lambda ctx, grad: (torch.ops.fsdp_passes_test.run_short(grad, "backward"), None),
-    setup_context=lambda ctx, inputs, output: None,
-)
+come_to_limit.register_fake(torch.empty_like)
+come_to_limit.register_autograd(lambda ctx, grad: grad)
 
 
 @contextlib.contextmanager
 def short_of_memory(where: str) -> Iterator[None]:
-    """From `where` on there is none for the large weight."""
-    global _limits
-    _limits = where
+    """Memory becomes short there: in the first layer, or between forward and backward."""
+    global _where
+    _where = where
     try:
         yield
     finally:
-        _limits = ""
+        _where = ""
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 class Layer(nn.Module):
-    """A small layer: memory becomes short in its forward or its backward."""
+    """A small layer, in whose forward memory may become short."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.fsdp_passes_test.run_short(torch.tanh(self.inner(x)), "forward")
+        return torch.ops.fsdp_passes_test.come_to_limit(torch.tanh(self.inner(x)))
 
 
 class Table(nn.Module):
@@ -106,6 +108,8 @@ def sharded(way: str) -> tuple[nn.Module, Any, nn.Module]:
 
 def step(model: nn.Module, call: Any) -> Tensor:
     loss = call(torch.arange(8.0).reshape(2, 4) / 8)
+    if _where == "backward":
+        run_short()
     loss.backward()
     with torch.no_grad():
         for param in model.parameters():

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import types
 import unittest.mock
+import warnings
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from torch._inductor.exc import InductorError
 
 from fsdp_passes import fully_shard, overlap_fsdp
 from fsdp_passes._torch_compat import scheduler_node_kind
-from fsdp_passes.errors import ScheduleError
-from fsdp_passes.passes.pin_schedule import _stable_topological_sort, pin_schedule
+from fsdp_passes.errors import ScheduleError, ScheduleWarning
+from fsdp_passes.passes.pin_schedule import _needs, _topological_order, pin_schedule
 from fsdp_passes.pipeline import record_compilations
 from tests.graphs import TinyTransformer, sharded_transformer
 from tests.inductor_code import NO_CACHE, Step, generated_code, order_problems, read_code
@@ -70,11 +71,13 @@ def pinned(kernels: list[Kernel], has_buckets: bool = True) -> list[str]:
     with (
         unittest.mock.patch(f"{module}.scheduled_fx_nodes", return_value=nodes),
         unittest.mock.patch(f"{module}.bucket_of", side_effect=lambda node: has_buckets or None),
+        unittest.mock.patch(f"{module}.scheduler_node_kind", side_effect=lambda k: KINDS.get(k.name, "compute")),
         unittest.mock.patch(f"{module}.origins_in_order", side_effect=lambda k, _: [k.place] if k.place >= 0 else []),
     ):
         return [kernel.name for kernel in pin_schedule(kernels)]
 
 
+KINDS = {"start": "collective", "wait": "wait"}
 MOVED = [Kernel("late", 9), Kernel("start", 1), Kernel("wait", 5, needs=("start",)), Kernel("compute", 3)]
 
 
@@ -92,11 +95,16 @@ def test_without_buckets_nothing_changes() -> None:
     assert pinned([]) == []
 
 
-def test_a_dependency_goes_before_the_place() -> None:
-    assert pinned([Kernel("reader", 2, needs=("maker",)), Kernel("maker", 7), Kernel("other", 4)]) == [
-        "other",
-        "maker",
-        "reader",
+def test_what_an_early_kernel_needs_comes_early_too() -> None:
+    """A norm's statistics are fused with the update of the running ones, which lies at the end of the graph."""
+    kernels = [Kernel("reader", 2, needs=("fused",)), Kernel("fused", 9, needs=("maker",)), Kernel("other", 4)]
+    assert pinned([*kernels, Kernel("maker", 8)]) == ["maker", "fused", "reader", "other"]
+
+
+def test_a_kernel_does_not_pull_the_wait_that_it_needs_ahead_of_its_place() -> None:
+    kernels = [Kernel("reader", 2, needs=("fused",)), Kernel("fused", 9, needs=("wait",)), Kernel("hides", 4)]
+    assert pinned([*kernels, Kernel("start", 1), Kernel("wait", 5, needs=("start",))]) == [
+        *("start", "hides", "wait", "fused", "reader"),
     ]
 
 
@@ -114,6 +122,35 @@ def test_a_cycle_is_refused() -> None:
         pinned([Kernel("a", 1, needs=("b",)), Kernel("b", 2, needs=("a",))])
 
 
+class NormedLayers(nn.Sequential):
+    """The updates of the running statistics come last in the graph, and fuse with what makes the statistics."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(3)))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("make", [NormedLayers, TinyTransformer])
+def test_a_kernel_fused_from_far_apart_delays_no_layer(make: type[nn.Module]) -> None:
+    """The transformer's backward fused a layer's norm with the recomputed one of the next layer."""
+    reference = make()
+    model: nn.Module = fully_shard(
+        copy.deepcopy(reference), units=["layers.*" if hasattr(reference, "layers") else "*"]
+    )
+    inputs = torch.arange(4) if make is TinyTransformer else torch.randn(6, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ScheduleWarning)
+        found = torch.compile(model, backend=overlap_fsdp, options={"inductor": NO_CACHE})(inputs)
+        found.square().sum().backward()
+    expected = reference(inputs)
+    expected.square().sum().backward()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad.full_tensor(), reference.get_parameter(name).grad, rtol=0, atol=1e-4)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, reference.get_buffer(name), rtol=0, atol=1e-6)
+
+
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
@@ -123,7 +160,7 @@ def test_verification_refuses_an_order_in_which_a_result_is_read_between_two_wai
 
     def waits_last(snodes: list[Any]) -> list[Any]:
         place = [(int(scheduler_node_kind(snode) == "wait"), index) for index, snode in enumerate(snodes)]
-        return _stable_topological_sort(snodes, place)
+        return [snodes[index] for index in _topological_order(_needs(snodes), place)]
 
     with (
         unittest.mock.patch("fsdp_passes.pipeline.pin_schedule", side_effect=waits_last),
