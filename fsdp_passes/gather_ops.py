@@ -28,7 +28,8 @@ from fsdp_passes.errors import CollectiveError
 from fsdp_passes.lookahead import Entry
 from fsdp_passes.ops import c10d, library
 from fsdp_passes.parameter import FsdpParameter
-from fsdp_passes.regions import ALL_GATHER_REGION, label_owner, pop_region, push_region, region_name
+from fsdp_passes.regions import ALL_GATHER_REGION, label_owner
+from fsdp_passes.starts import name_failed_start, starting
 from fsdp_passes.unit import FsdpUnit
 from fsdp_passes.watchdog import await_named
 
@@ -60,7 +61,9 @@ class StartedGather(NamedTuple):
 
 def await_left_behind(error: BaseException, values: Iterable[Any] = ()) -> None:
     """`error` left a graph half-way: wait for the collectives whose results are in `values` or in the frames that it
-    came through. PyTorch would keep them, and the memory that they read and write, for ever."""
+    came through. PyTorch would keep them, and the memory that they read and write, for ever. What could not be started
+    is named."""
+    name_failed_start(error)
     if isinstance(error, CollectiveError):
         return  # behind one, no other collective would end
     frames = [list(frame.f_locals.values()) for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -177,15 +180,14 @@ def _start_ahead(unit: FsdpUnit, requests: list[GatherRequest]) -> None:
     if not requests:
         return
     drop_started(unit.context)
-    push_region(region_name(unit.display_name, ALL_GATHER_REGION))
-    for request in requests:
-        shards = [param.shard() for param in request.params]
-        versions = [param.values_version for param in request.params]
-        inputs = _to_send(shards, request.dtype, request.packed)
-        gathered = [one.new_empty((one.shape[0] * request.world_size, *one.shape[1:])) for one in inputs]
-        work = all_gather_coalesced(gathered, inputs, group_of(request.group_name))
-        unit.context.lookahead.started[request] = StartedGather(versions, gathered, work)
-    pop_region()
+    with starting(unit, ALL_GATHER_REGION):
+        for request in requests:
+            shards = [param.shard() for param in request.params]
+            versions = [param.values_version for param in request.params]
+            inputs = _to_send(shards, request.dtype, request.packed)
+            gathered = [one.new_empty((one.shape[0] * request.world_size, *one.shape[1:])) for one in inputs]
+            work = all_gather_coalesced(gathered, inputs, group_of(request.group_name))
+            unit.context.lookahead.started[request] = StartedGather(versions, gathered, work)
 
 
 def drop_started(context: FsdpContext, keep: FsdpUnit | None = None) -> None:

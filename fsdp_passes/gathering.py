@@ -16,9 +16,12 @@ from fsdp_passes.gather_ops import GatherRequest, drop_started
 from fsdp_passes.lookahead import Entry
 from fsdp_passes.mesh import shard_group
 from fsdp_passes.parameter import FsdpParameter
-from fsdp_passes.regions import ALL_GATHER_REGION, close_regions_above, pop_region, push_region, region_name
+from fsdp_passes.regions import ALL_GATHER_REGION, close_regions_above
+from fsdp_passes.starts import starting
 from fsdp_passes.unit import FsdpUnit
 from fsdp_passes.watchdog import await_named, note_awaited_on_stream
+
+Gather = tuple[list[FsdpParameter], list[torch.Tensor], Any]  # parameters, their buffers, the work
 
 
 def start_gather(unit: FsdpUnit) -> None:
@@ -41,20 +44,22 @@ def start_gather(unit: FsdpUnit) -> None:
     is_kept = is_in_backward() and unit.kept_versions == versions
     group = unit.kept_group if is_kept else shard_group(unit.mesh)
     assert group is not None
-    gathers = []
-    push_region(region_name(unit.display_name, ALL_GATHER_REGION))
-    with context.on_communication_stream(device):
-        for params in _by_dtype(unit.params):
-            kept = [param.kept_part if is_kept else None for param in params]
-            inputs = [
-                param.shard().to(param.param_dtype) if part is None else part
-                for param, part in zip(params, kept, strict=True)
-            ]
-            outputs = [param.gather_buffer(part) for param, part in zip(params, kept, strict=True)]
-            gathers.append((params, outputs, all_gather_coalesced(outputs, inputs, group)))
-        if stream is not None:
-            _complete(gathers)  # the communication stream waits, not the host: NCCL runs on a stream of its own
-    pop_region()
+    gathers: list[Gather] = []
+    try:
+        with starting(unit, ALL_GATHER_REGION), context.on_communication_stream(device):
+            for params in _by_dtype(unit.params):
+                kept = [param.kept_part if is_kept else None for param in params]
+                inputs = [
+                    param.shard().to(param.param_dtype) if part is None else part
+                    for param, part in zip(params, kept, strict=True)
+                ]
+                outputs = [param.gather_buffer(part) for param, part in zip(params, kept, strict=True)]
+                gathers.append((params, outputs, all_gather_coalesced(outputs, inputs, group)))
+            if stream is not None:
+                _complete(gathers)  # the communication stream waits, not the host: NCCL runs on a stream of its own
+    except BaseException:
+        _give_up(unit, gathers)
+        raise
     done = stream.record_event() if stream is not None else None
 
     def wait() -> None:
@@ -69,7 +74,17 @@ def start_gather(unit: FsdpUnit) -> None:
     unit.gathered_versions = versions
 
 
-def _complete(gathers: list[tuple[list[FsdpParameter], list[torch.Tensor], Any]]) -> None:
+def _give_up(unit: FsdpUnit, gathers: list[Gather]) -> None:
+    """A gather of the unit could not be started, for lack of memory for instance: wait for those of its other dtypes,
+    which still write, and queue the release of all."""
+    for _, _, work in gathers:
+        with contextlib.suppress(Exception):  # a rank has ended: what was raised says more
+            work.wait()
+    unit.gathered_versions = [param.values_version for param in unit.params]
+    release(unit)
+
+
+def _complete(gathers: list[Gather]) -> None:
     """Wait for collectives, and let their parameters have the results."""
     for params, outputs, work in gathers:
         work.wait()

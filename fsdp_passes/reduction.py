@@ -11,8 +11,9 @@ from fsdp_passes.layout import scattered_from_whole
 from fsdp_passes.mesh import num_replicas, num_shards, shard_group
 from fsdp_passes.ops import GradientDivision, gradient_division, group_averages
 from fsdp_passes.parameter import FsdpParameter
-from fsdp_passes.regions import REDUCE_SCATTER_REGION, pop_region, push_region, region_name
+from fsdp_passes.regions import REDUCE_SCATTER_REGION
 from fsdp_passes.replicas import pass_on
+from fsdp_passes.starts import starting
 from fsdp_passes.unit import FsdpUnit
 from fsdp_passes.watchdog import await_named, note_awaited_on_stream
 
@@ -87,8 +88,7 @@ class _Reduction:
         """Start it on the communication stream; call the result with True to wait for it and write the gradients, or
         with False to wait only."""
         context, device = self.unit.context, self.packed[0].device
-        push_region(region_name(self.unit.display_name, REDUCE_SCATTER_REGION))
-        with context.on_communication_stream(device):
+        with starting(self.unit, REDUCE_SCATTER_REGION), context.on_communication_stream(device):
             outputs = [
                 packed.new_empty(param.shard_shape) for param, packed in zip(self.params, self.packed, strict=True)
             ]
@@ -104,7 +104,6 @@ class _Reduction:
                 if is_written:
                     write_gradients(self.params, outputs, self.division)
                 done = torch.cuda.current_stream(device).record_event()
-        pop_region()
 
         name = self.params[0].group_name
 

@@ -62,7 +62,7 @@ class _OpenRegions(threading.local):
     """Ranges opened and not yet closed on this thread; autograd runs backwards on threads of its own."""
 
     def __init__(self) -> None:
-        self.stack: list[Any] = []  # (the profiler's range or None, has an NVTX range, was opened in a backward)
+        self.stack: list[Any] = []  # (the profiler's range or None, has an NVTX range, was opened in a backward, name)
 
 
 _open = _OpenRegions()
@@ -76,16 +76,16 @@ def push_region(name: str) -> None:
         recorder.__enter__()
     if torch.cuda.is_initialized():
         torch.cuda.nvtx.range_push(name)
-        _open.stack.append((recorder, True, is_in_backward()))
+        _open.stack.append((recorder, True, is_in_backward(), name))
     else:
-        _open.stack.append((recorder, False, is_in_backward()))
+        _open.stack.append((recorder, False, is_in_backward(), name))
 
 
 def pop_region() -> None:
     """Close the range that was opened last on this thread; nothing when none is open."""
     if not _open.stack:
         return
-    recorder, has_nvtx, _ = _open.stack.pop()
+    recorder, has_nvtx, *_ = _open.stack.pop()
     if has_nvtx:
         torch.cuda.nvtx.range_pop()
     if recorder is not None:
@@ -95,6 +95,11 @@ def pop_region() -> None:
 def num_open_regions() -> int:
     """How many ranges are open on this thread."""
     return len(_open.stack)
+
+
+def innermost_region() -> str:
+    """The name of the range that was opened last on this thread and is still open; "" when none is."""
+    return str(_open.stack[-1][3]) if _open.stack else ""
 
 
 def close_regions_above(depth: int) -> None:

@@ -14,7 +14,8 @@ from fsdp_passes.gradients import keep_until_read, write_gradients
 from fsdp_passes.mesh import num_replicas, replica_group
 from fsdp_passes.ops import GradientDivision, gradient_division, group_averages
 from fsdp_passes.parameter import FsdpParameter
-from fsdp_passes.regions import ALL_REDUCE_REGION, pop_region, push_region, region_name
+from fsdp_passes.regions import ALL_REDUCE_REGION
+from fsdp_passes.starts import starting
 from fsdp_passes.unit import FsdpUnit
 from fsdp_passes.watchdog import await_named, note_awaited_on_stream
 
@@ -99,8 +100,7 @@ def _start_all_reduce(
     division = gradient_division(
         num_replicas(unit.mesh), dtype, factor, averages=group_averages(params[0].replica_group_name)
     )
-    push_region(region_name(unit.display_name, ALL_REDUCE_REGION))
-    with torch.no_grad(), context.on_replica_stream(device):
+    with starting(unit, ALL_REDUCE_REGION), torch.no_grad(), context.on_replica_stream(device):
         if made is not None:
             torch.cuda.current_stream(device).wait_event(made)
         if division.before != 1.0:
@@ -112,7 +112,6 @@ def _start_all_reduce(
             keep_until_read(grads)
             work.wait()  # the stream of the replicas waits, not the host
             done = torch.cuda.current_stream(device).record_event()
-    pop_region()
 
     def finish(write: bool) -> None:
         if done is None:
