@@ -96,6 +96,7 @@ __all__ = [
     "tree_map_only",
     "without_version_bump",
     "wrap_boxed",
+    "writes_gradient",
 ]
 
 
@@ -447,6 +448,15 @@ def all_reduce_coalesced(tensors: Sequence[torch.Tensor], group: dist.ProcessGro
 def is_in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def writes_gradient(leaf: torch.Tensor) -> bool:
+    """Whether the backward that is running now adds to `.grad` of `leaf`: `torch.autograd.grad` does not, nor does
+    `backward(inputs=...)` with other inputs."""
+    try:
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node))  # type: ignore[attr-defined]
+    except RuntimeError:  # it does not answer for a leaf in `torch.autograd.grad`
+        return False
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

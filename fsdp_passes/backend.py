@@ -26,7 +26,7 @@ from fsdp_passes._torch_compat import (
     wrap_boxed,
 )
 from fsdp_passes.agreement import has_peers
-from fsdp_passes.compiled_call import Compiled, CompiledCall, parameter_at
+from fsdp_passes.compiled_call import Compiled, CompiledCall
 from fsdp_passes.context import set_mesh_timeout
 from fsdp_passes.debug import CheckedInterpreter, debug_flags
 from fsdp_passes.errors import NothingShardedWarning
@@ -34,7 +34,7 @@ from fsdp_passes.foreign import gathers_parameters
 from fsdp_passes.gather_ops import await_left_behind
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
-from fsdp_passes.parameter import fsdp_parameter_of
+from fsdp_passes.parameter import GradientSink, fsdp_parameter_of
 from fsdp_passes.passes._uses import ParameterUse
 from fsdp_passes.passes.fence_reductions import fence_reductions
 from fsdp_passes.passes.find_parameter_uses import find_parameter_uses
@@ -88,16 +88,13 @@ def overlap_fsdp(
             _warn_nothing_sharded(gm, example_inputs)
         return _compile_inner(gm, list(example_inputs), settings, inductor_options)
 
-    positions = [use.position for use in uses]
     inner, label_from = compile_sharded(gm, uses, example_inputs, settings, inductor_options)
 
     def recompile(*args: Any) -> Any:
         # Dynamo traces its own graph again; its guards on this call's frame fail at the next call.
         return torch.compile(original, backend=overlap_fsdp, mode=mode, options=dict(options or {}))(*args)
 
-    return CompiledCall(
-        inner, recompile, positions, label_from, settings, [use.param for use in uses], StandIn(original)
-    )
+    return CompiledCall(inner, recompile, uses, label_from, settings, StandIn(original))
 
 
 def compile_sharded(
@@ -130,7 +127,7 @@ def compile_sharded(
         for unit in units.values():
             set_mesh_timeout(unit.mesh, float(settings.collective_timeout_s))
     lower = LowerAndSchedule(settings, record, backends, has_peers=any(map(has_peers, sorted(group_names))))
-    inputs = place(gm, _local_inputs(example_inputs, [use.position for use in uses], label_from))
+    inputs = place(gm, _local_inputs(example_inputs, uses, label_from))
     return _compile_inner(gm, inputs, settings, inductor_options, lower), label_from
 
 
@@ -150,19 +147,18 @@ def _warn_nothing_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> 
         )
 
 
-def _local_inputs(example_inputs: Sequence[Any], positions: Sequence[int], label_from: Sequence[int]) -> list[Any]:
+def _local_inputs(example_inputs: Sequence[Any], uses: Sequence[ParameterUse], label_from: Sequence[int]) -> list[Any]:
     """The compiler's example inputs: fake shards where the placeholders were, the labels, and the sinks of gradients
     that are not reduced, or not over the replicas."""
     fake_mode = detect_fake_mode() or FakeTensorMode()
     inputs = list(example_inputs)
-    params = [parameter_at(example_inputs, position) for position in positions]
-    for position, param in zip(positions, params, strict=True):
-        is_reduced = param.placeholder.requires_grad and param.grad_sink is None
-        shard = param.shard().detach().requires_grad_(is_reduced)
-        inputs[position] = fake_mode.from_tensor(shard, static_shapes=True)
+    for use in uses:
+        is_reduced = use.param.placeholder.requires_grad and use.sink is GradientSink.SHARD
+        shard = use.param.shard().detach().requires_grad_(is_reduced)
+        inputs[use.position] = fake_mode.from_tensor(shard, static_shapes=True)
     for index in label_from:
-        inputs.append(fake_mode.from_tensor(params[index].unit.label, static_shapes=True))
-    sinks = [param.grad_sink for param in params]
+        inputs.append(fake_mode.from_tensor(uses[index].param.unit.label, static_shapes=True))
+    sinks = [use.param.sink(use.sink) for use in uses]
     inputs += [fake_mode.from_tensor(sink, static_shapes=True) for sink in sinks if sink is not None]
     return inputs
 

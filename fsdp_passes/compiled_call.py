@@ -13,14 +13,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_passes._torch_compat import is_in_backward, make_dtensor
+from fsdp_passes._torch_compat import is_in_backward, make_dtensor, writes_gradient
 from fsdp_passes.context import ensure_reduce_group
-from fsdp_passes.eager_backward import gradient_sinks, watch_backward
+from fsdp_passes.eager_backward import gradient_sinks, queue_end_of_backward, watch_backward
 from fsdp_passes.errors import StaleParametersError
 from fsdp_passes.gather_ops import await_left_behind
 from fsdp_passes.gathering import forget_whole_gradients, release_on_demand, undo_interrupted
+from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
-from fsdp_passes.parameter import FsdpParameter, fsdp_parameter_of
+from fsdp_passes.parameter import FsdpParameter, GradientSink, fsdp_parameter_of
+from fsdp_passes.passes._uses import ParameterUse
+from fsdp_passes.reduction import reduce_at_once, reduce_late
 from fsdp_passes.regions import close_backward_regions, close_regions_above, num_open_regions
 from fsdp_passes.stand_in import are_active
 
@@ -34,19 +37,26 @@ def parameter_at(inputs: Sequence[Any], position: int) -> FsdpParameter:
     return param
 
 
-class HandOutShards(torch.autograd.Function):
-    """Sharded parameters in, this rank's padded shards out; in backward, padded gradients in and DTensors out.
+class HandOut(torch.autograd.Function):
+    """Sharded parameters in, what the graph takes for them out; in backward, its gradients in and DTensors out.
+
+    The graph takes this rank's padded shard and reduces the gradient; or for the last `num_whole` parameters the tensor
+    without storage whose gradient comes whole. That one is reduced here, while the next graph computes, and reaches
+    `.grad` before the backward ends.
 
     One node for all parameters of a graph: a node per parameter would cost more than a small layer's compute.
     """
 
     @staticmethod
-    def forward(ctx: Any, params: list[FsdpParameter], *sharded: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # Fresh aliases: autograd writes its history into the tensors that a Function returns.
-        shards = tuple([param.padded_local.detach() for param in params])
-        ctx.params = params
+    def forward(
+        ctx: Any, params: list[FsdpParameter], num_whole: int, reduce_group_suffix: str, *sharded: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.params, ctx.first_whole, ctx.suffix = params, len(params) - num_whole, reduce_group_suffix
         ctx.versions = [param._version for param in sharded]
-        return shards
+        # Fresh aliases: autograd writes its history into the tensors that a Function returns.
+        taken = [param.padded_local for param in params[: ctx.first_whole]]
+        taken += [param.placeholder for param in params[ctx.first_whole :]]
+        return tuple([tensor.detach() for tensor in taken])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
@@ -54,12 +64,36 @@ class HandOutShards(torch.autograd.Function):
         for param, now, version in zip(ctx.params, sharded, ctx.versions, strict=True):
             if now._version != version:  # the backward has gathered what was written
                 raise StaleParametersError(param.unit.display_name)
+        first = ctx.first_whole
+        reduced = [
+            *grads[:first],
+            *_reduce_behind_graph(ctx.params[first:], grads[first:], sharded[first:], ctx.suffix),
+        ]
         results: list[DTensor | None] = []
-        for param, now, grad in zip(ctx.params, sharded, grads, strict=True):
+        for param, now, grad in zip(ctx.params, sharded, reduced, strict=True):
             if grad is not None and param.local_rows != param.rows_per_rank:
                 grad = grad[: param.local_rows]
             results.append(None if grad is None else make_dtensor(grad, now))
-        return None, *results
+        return None, None, None, *results
+
+
+def _reduce_behind_graph(
+    params: Sequence[FsdpParameter], grads: Sequence[Any], sharded: Sequence[nn.Parameter], suffix: str
+) -> list[torch.Tensor | None]:
+    """Reduce whole gradients while autograd goes on. Returns them as `HandOut` needs them now, padded shards: None for
+    all, unless autograd does not write `.grad` but hands gradients to a caller (`torch.autograd.grad`)."""
+    if not params:
+        return []
+    if not writes_gradient(sharded[0]):
+        return [reduce_at_once(param, grad, suffix) for param, grad in zip(params, grads, strict=True)]
+    context = params[0].unit.context
+    queue_end_of_backward(context)
+    reduce_late(params[0].unit, dict(zip(params, grads, strict=True)), suffix)
+    # The gathers of the next graph are on their way: nothing that is waited for sooner queues behind this reduction.
+    context.drain_delayed_reductions(0)
+    # It stays on the wire while the next graph computes; the one before it has had this graph's time.
+    context.finish_reductions(1)
+    return [None] * len(params)
 
 
 class CompiledCall:
@@ -83,21 +117,24 @@ class CompiledCall:
         self,
         inner: Compiled,
         recompile: Compiled,
-        positions: Sequence[int],
+        uses: Sequence[ParameterUse],
         label_from: Sequence[int],
         settings: OverlapOptions,
-        params: Sequence[FsdpParameter],
         stand_in: Compiled,
     ) -> None:
         self.inner = inner
         self.recompile = recompile
-        self.positions = tuple(positions)
+        self.positions = tuple(use.position for use in uses)
         self.label_from = tuple(label_from)
-        self.constants = [param.graph_constants for param in params]
-        self.requires_grad = [param.placeholder.requires_grad for param in params]
-        # The others' gradients, if any, go to their sinks.
-        self._with_sink = [index for index, param in enumerate(params) if param.grad_sink is not None]
-        self._is_reduced = [param.placeholder.requires_grad and param.grad_sink is None for param in params]
+        self.constants = [use.param.graph_constants for use in uses]
+        self.requires_grad = [use.param.placeholder.requires_grad for use in uses]
+        self.sinks = [use.sink for use in uses]
+        self._is_last = [use.is_last for use in uses]
+        self._with_sink = [index for index, sink in enumerate(self.sinks) if sink is not GradientSink.SHARD]
+        self._is_reduced = [
+            needs_grad and sink is GradientSink.SHARD
+            for needs_grad, sink in zip(self.requires_grad, self.sinks, strict=True)
+        ]
         self._reduced = [index for index, is_reduced in enumerate(self._is_reduced) if is_reduced]
         self.stand_in = stand_in
         self._has_two_groups = not settings.unify_communication_stream
@@ -111,10 +148,10 @@ class CompiledCall:
             return self.stand_in(args)
         params[0].unit.check_group()
         inputs = list(args)
-        self._hand_out(inputs, params, sharded)
+        sinks = self._hand_out(inputs, params, sharded)
         for index in self.label_from:
             inputs.append(params[index].unit.label)
-        inputs += gradient_sinks([params[index] for index in self._with_sink])
+        inputs += sinks
         if self._has_two_groups:
             for mesh in dict.fromkeys(params[index].mesh for index in self.label_from):
                 ensure_reduce_group(mesh)
@@ -148,15 +185,31 @@ class CompiledCall:
         if not fits:
             for param in params:
                 param.sync_requires_grad()
-        return fits and [param.graph_constants for param in params] == self.constants
+        if not fits or [param.graph_constants for param in params] != self.constants:
+            return False
+        sinks = [param.gradient_sink(is_last=is_last) for param, is_last in zip(params, self._is_last, strict=True)]
+        return sinks == self.sinks
 
-    def _hand_out(self, inputs: list[Any], params: list[FsdpParameter], sharded: list[nn.Parameter]) -> None:
-        """Put shards in the placeholders' places."""
+    def _hand_out(
+        self, inputs: list[Any], params: list[FsdpParameter], sharded: list[nn.Parameter]
+    ) -> list[torch.Tensor]:
+        """Put shards in the placeholders' places. Returns the sinks of the gradients that are not reduced in the graph,
+        or not over the replicas."""
         needs_grad = torch.is_grad_enabled()
         for position, param, is_reduced in zip(self.positions, params, self._is_reduced, strict=True):
             if not (needs_grad and is_reduced):
                 inputs[position] = param.padded_local
-        if needs_grad and self._reduced:
-            shards = HandOutShards.apply([params[i] for i in self._reduced], *[sharded[i] for i in self._reduced])
-            for index, shard in zip(self._reduced, shards, strict=True):
-                inputs[self.positions[index]] = shard
+        late = [i for i in self._with_sink if needs_grad and self._is_last[i] and not params[i].accumulates_grads]
+        through = self._reduced + late if needs_grad else []
+        sinks: dict[int, torch.Tensor] = {}
+        if through:
+            suffix = REDUCE_GROUP_SUFFIX if self._has_two_groups else ""
+            taken = HandOut.apply([params[i] for i in through], len(late), suffix, *[sharded[i] for i in through])
+            for index, tensor in zip(through, taken, strict=True):
+                if self._is_reduced[index]:
+                    inputs[self.positions[index]] = tensor
+                else:
+                    sinks[index] = tensor
+        others = [index for index in self._with_sink if index not in sinks]
+        sinks.update(zip(others, gradient_sinks([(params[i], self.sinks[i]) for i in others]), strict=True))
+        return [sinks[index] for index in self._with_sink]

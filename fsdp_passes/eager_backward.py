@@ -13,7 +13,7 @@ from fsdp_passes.context import FsdpContext, Phase
 from fsdp_passes.errors import StaleParametersError
 from fsdp_passes.gather_ops import drop_started
 from fsdp_passes.gathering import drop_parts, finish_gather, release, start_ahead, start_gather
-from fsdp_passes.parameter import FsdpParameter
+from fsdp_passes.parameter import FsdpParameter, GradientSink
 from fsdp_passes.reduction import take_gradients
 from fsdp_passes.regions import BACKWARD_COMPUTE, region_name
 from fsdp_passes.replicas import reduce_partial_gradients
@@ -22,7 +22,7 @@ from fsdp_passes.unit import FsdpUnit
 
 def pre_backward(unit: FsdpUnit) -> None:
     context = unit.context
-    _queue_end_of_backward(context)
+    queue_end_of_backward(context)
     if context.phase(unit) is Phase.BACKWARD:
         return
     context.enter(unit, Phase.BACKWARD)
@@ -44,19 +44,20 @@ def pre_backward(unit: FsdpUnit) -> None:
     context.switch_backward_region(region_name(unit.display_name, BACKWARD_COMPUTE))
 
 
-def gradient_sinks(params: Sequence[FsdpParameter]) -> list[nn.Parameter]:
+def gradient_sinks(params: Sequence[tuple[FsdpParameter, GradientSink]]) -> list[nn.Parameter]:
     """What a compiled graph that does not reduce the gradients of `params`, or not over the replicas, takes behind its
     labels. The sinks are watched, so that a gradient that arrives there is added up or reduced as in the fallback."""
     sinks = []
-    for param in params:
-        sink = param.grad_sink
-        assert sink is not None, f"{param.name}: the graph was compiled for other settings"
-        watch_gradient(param) if sink is param.placeholder else _watch_partial(param)
+    for param, kind in params:
+        watch_gradient(param) if kind is GradientSink.WHOLE else _watch_partial(param)
+        sink = param.sink(kind)
+        assert sink is not None
         sinks.append(sink)
     return sinks
 
 
-def _queue_end_of_backward(context: FsdpContext) -> None:
+def queue_end_of_backward(context: FsdpContext) -> None:
+    """Finish what this backward leaves, when it has ended."""
     if not context.is_backward_callback_queued:
         context.is_backward_callback_queued = True
         call_after_backward(functools.partial(_end_backward, context))
@@ -66,7 +67,7 @@ def watch_backward(context: FsdpContext, outputs: Sequence[object]) -> None:
     """Learn when a backward through `outputs` begins and whether it ends: one that raises must leave no gradient."""
     tensors = [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
     if tensors:
-        torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: _queue_end_of_backward(context), mode="any")
+        torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: queue_end_of_backward(context), mode="any")
 
 
 def watch_gradient(param: FsdpParameter) -> None:
@@ -86,12 +87,12 @@ def _watch_partial(param: FsdpParameter) -> None:
 
 def _partial_is_ready(param: FsdpParameter) -> None:
     param.unit.accumulating_partially.add(param)
-    _queue_end_of_backward(param.unit.context)
+    queue_end_of_backward(param.unit.context)
 
 
 def _gradient_is_ready(param: FsdpParameter) -> None:
     unit = param.unit
-    _queue_end_of_backward(unit.context)
+    queue_end_of_backward(unit.context)
     unit.ready_grads.add(param)
     trainable = [other for other in unit.params if other.placeholder.requires_grad]
     if len(unit.ready_grads) < len(trainable):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_passes._torch_compat import local_tensor, replace_local_tensor, without_version_bump
+from fsdp_passes._torch_compat import gradient_hooks, local_tensor, replace_local_tensor, without_version_bump
 from fsdp_passes.layout import TensorParallel, part_of, scattered_from_whole, sharded_dtensor, whole_from_gathered
 from fsdp_passes.mesh import num_replicas, num_shards, replica_group, shard_group, shard_index
 
 if TYPE_CHECKING:
     from fsdp_passes.unit import FsdpUnit
+
+
+class GradientSink(enum.Enum):
+    """Where a compiled graph sends a gradient."""
+
+    SHARD = "reduced, to the sharded parameter"
+    WHOLE = "as it is, to the placeholder"
+    PARTIAL = "reduced over the shards and not over the replicas, to a tensor that adds up such gradients"
 
 
 class FsdpParameter:
@@ -195,8 +204,7 @@ class FsdpParameter:
         Read for every parameter on every call: kept until dtypes, the unit's place or its settings change.
         """
         unit = self.unit
-        sink = (self.keeps_whole_grad, self.keeps_partial_grad)
-        changing = (unit.reshards_after_forward, unit.kept_world_size, unit.divide_factor, sink)
+        changing = (unit.reshards_after_forward, unit.kept_world_size, unit.divide_factor)
         if self._graph_constants is None or self._graph_constants[0] != changing:
             dtypes = (self.orig_dtype, self.param_dtype, self.reduce_dtype)
             self._graph_constants = (
@@ -210,25 +218,30 @@ class FsdpParameter:
         return self._graph_constants
 
     @property
-    def keeps_whole_grad(self) -> bool:
-        """Whether the next backward leaves this parameter's gradient whole on the placeholder, instead of reducing it
-        inside the graph: gradient sync is off, or it was, and what was accumulated is reduced together with it."""
-        unit = self.unit
-        return self.placeholder.requires_grad and (not unit.syncs_gradients or bool(unit.accumulating))
+    def accumulates_grads(self) -> bool:
+        """Whether the next backward's gradient is added to others before it is reduced: gradient sync is off, or it
+        was, and what was accumulated is reduced together with it."""
+        return not self.unit.syncs_gradients or bool(self.unit.accumulating)
 
-    @property
-    def keeps_partial_grad(self) -> bool:
-        """Whether the next backward leaves this parameter's gradient reduced over the shards and not over the replicas:
-        the all-reduce is off, or it was, and what was added up is reduced together with it."""
-        if self.num_replicas == 1 or not self.placeholder.requires_grad or self.keeps_whole_grad:
-            return False
-        return not self.unit.reduces_replicas or bool(self.unit.accumulating_partially)
+    def gradient_sink(self, *, is_last: bool) -> GradientSink:
+        """Where a compiled graph sends the gradient.
 
-    @property
-    def grad_sink(self) -> nn.Parameter | None:
-        """What takes the gradient of a compiled graph that does not reduce it, or not over the replicas; None where it
-        goes to the sharded parameter."""
-        return self.placeholder if self.keeps_whole_grad else self.partial if self.keeps_partial_grad else None
+        `is_last`: whether it is made at the end of the graph's backward, where the graph has nothing left that could
+        hide its reduction. With hooks it comes reduced all the same, since autograd has to call them.
+        """
+        if not self.placeholder.requires_grad:
+            return GradientSink.SHARD
+        if self.accumulates_grads or (is_last and not any(gradient_hooks(self.sharded_param))):
+            return GradientSink.WHOLE
+        if self.num_replicas > 1 and (not self.unit.reduces_replicas or self.unit.accumulating_partially):
+            return GradientSink.PARTIAL
+        return GradientSink.SHARD
+
+    def sink(self, kind: GradientSink) -> nn.Parameter | None:
+        """The tensor without storage that a graph takes for its gradient; None where that is the shard."""
+        if kind is GradientSink.SHARD:
+            return None
+        return self.placeholder if kind is GradientSink.WHOLE else self.partial
 
     @property
     def partial(self) -> nn.Parameter:

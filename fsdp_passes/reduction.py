@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
-from fsdp_passes._torch_compat import gradient_hooks, reduce_scatter_coalesced
+from fsdp_passes._torch_compat import gradient_hooks, group_of, reduce_scatter_coalesced
+from fsdp_passes.arguments import Unshard
 from fsdp_passes.context import FinishReduction
 from fsdp_passes.gradients import keep_until_read, write_gradients
 from fsdp_passes.layout import scattered_from_whole
-from fsdp_passes.mesh import num_replicas, num_shards, shard_group
-from fsdp_passes.ops import GradientDivision, gradient_division, group_averages
+from fsdp_passes.mesh import num_replicas, shard_group
+from fsdp_passes.ops import GradientDivision, gradient_division, group_averages, reduced_gradient
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import REDUCE_SCATTER_REGION
 from fsdp_passes.replicas import pass_on
@@ -31,16 +33,49 @@ def take_gradients(unit: FsdpUnit, params: list[FsdpParameter]) -> None:
 
 def reduce_gradients(unit: FsdpUnit, params: list[FsdpParameter]) -> None:
     """Take the gradients of placeholders and those that wait, pack them and queue their reduction."""
+    _queue(unit, {param: _whole_gradient(param) for param in params}, shard_group(unit.mesh))
+
+
+def reduce_late(unit: FsdpUnit, grads: dict[FsdpParameter, torch.Tensor], group_suffix: str) -> None:
+    """Queue the reduction of whole gradients of one unit that a compiled graph left.
+
+    `group_suffix`: behind the name of the group that carries it.
+    """
+    group = group_of(shard_group(unit.mesh).group_name + group_suffix)
+    _queue(unit, {param: grad.to(param.reduce_dtype) for param, grad in grads.items()}, group, is_from_graph=True)
+
+
+def reduce_at_once(param: FsdpParameter, grad: torch.Tensor, group_suffix: str) -> torch.Tensor:
+    """The reduced gradient, shape (rows_per_rank, *rest), in the parameter's dtype."""
+    call = Unshard(
+        *(None, None, 0, param.rows, param.world_size, param.group_name, param.group_name + group_suffix),
+        *(param.param_dtype, param.reduce_dtype, True),
+        divide_factor=param.unit.divide_factor,
+        num_replicas=param.num_replicas if param.unit.reduces_replicas else 1,
+        replica_group_name=param.replica_group_name,
+        shard_dim=param.shard_dim,
+    )
+    return reduced_gradient(call, "shard", grad, param.orig_dtype)
+
+
+def _queue(
+    unit: FsdpUnit,
+    grads: dict[FsdpParameter, torch.Tensor],
+    group: dist.ProcessGroup,
+    *,
+    is_from_graph: bool = False,
+) -> None:
+    """Pack whole gradients, which are in the reduction's dtype, and queue one reduction for each dtype."""
     unit.check_group()
     groups: dict[torch.dtype, list[FsdpParameter]] = {}
-    for param in params:
+    for param in grads:
         groups.setdefault(param.reduce_dtype, []).append(param)
-    for dtype, members in groups.items():
+    for dtype, params in groups.items():
         division = gradient_division(
-            num_shards(unit.mesh), dtype, unit.divide_factor, averages=group_averages(members[0].group_name)
+            group.size(), dtype, unit.divide_factor, averages=group_averages(params[0].group_name)
         )
-        packed = [_pack(param, division) for param in members]
-        start = _Reduction(unit, members, packed, division).start
+        packed = [_pack(param, grads[param], division) for param in params]
+        start = _Reduction(unit, params, packed, division, group, is_from_graph=is_from_graph).start
         unit.context.enqueue_reduction(packed[0].device, start)
 
 
@@ -55,10 +90,9 @@ def _whole_gradient(param: FsdpParameter) -> torch.Tensor:
     return grad if waiting is None else waiting.add_(grad)
 
 
-def _pack(param: FsdpParameter, division: GradientDivision) -> torch.Tensor:
+def _pack(param: FsdpParameter, grad: torch.Tensor, division: GradientDivision) -> torch.Tensor:
     """The whole gradient in the reduction's dtype, contiguous and as the reduce-scatter takes it: the parts
     of all ranks one behind the other, padding last."""
-    grad = _whole_gradient(param)
     if division.before != 1.0:
         grad = grad * division.before
     grad = scattered_from_whole(grad, param.world_size, param.shard_dim)
@@ -74,11 +108,20 @@ class _Reduction:
     there are some."""
 
     def __init__(
-        self, unit: FsdpUnit, params: list[FsdpParameter], packed: list[torch.Tensor], division: GradientDivision
+        self,
+        unit: FsdpUnit,
+        params: list[FsdpParameter],
+        packed: list[torch.Tensor],
+        division: GradientDivision,
+        group: dist.ProcessGroup,
+        *,
+        is_from_graph: bool,
     ) -> None:
         self.unit = unit
         self.params = params
         self.division = division
+        self.group = group
+        self.is_from_graph = is_from_graph
         self.is_final = num_replicas(unit.mesh) == 1
         self.reduces_replicas = unit.reduces_replicas
         # Held until the reduction is done: their memory belongs to the compute stream, which could reuse it at once.
@@ -92,20 +135,19 @@ class _Reduction:
             outputs = [
                 packed.new_empty(param.shard_shape) for param, packed in zip(self.params, self.packed, strict=True)
             ]
-            work = reduce_scatter_coalesced(
-                outputs, self.packed, shard_group(self.unit.mesh), average=self.division.reduce_op == "avg"
-            )
+            work = reduce_scatter_coalesced(outputs, self.packed, self.group, average=self.division.reduce_op == "avg")
             done = None
             if device.type == "cuda":
                 work.wait()  # the communication stream waits, not the host
                 # Hooks are the user's code and may step an optimizer: they run on the compute stream, behind the wait.
+                # Another graph may add to the same `.grad`, which autograd does on the compute stream.
                 has_hooks = any(any(gradient_hooks(param.sharded_param)) for param in self.params)
-                is_written = self.is_final and not has_hooks
+                is_written = self.is_final and not has_hooks and not self.is_from_graph
                 if is_written:
                     write_gradients(self.params, outputs, self.division)
                 done = torch.cuda.current_stream(device).record_event()
 
-        name = self.params[0].group_name
+        name = self.group.group_name
 
         def finish(write: bool) -> FinishReduction | None:
             if done is None:

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 from fsdp_passes import OverlapOptions
 from fsdp_passes.compiled_call import CompiledCall
 from fsdp_passes.parameter import FsdpParameter
+from fsdp_passes.passes._uses import ParameterUse
 from tests.graphs import eight_fake_ranks as eight_fake_ranks
 from tests.graphs import sharded_transformer
 
@@ -21,7 +23,9 @@ def all_params() -> list[FsdpParameter]:
 
 
 def call_for(params: list[FsdpParameter], inner: Any) -> CompiledCall:
-    return CompiledCall(inner, lambda *_: "compiled again", range(len(params)), [0], OverlapOptions(), params, list)
+    node = fx.Graph().placeholder("weight")
+    uses = [ParameterUse(node, position, param, 0) for position, param in enumerate(params)]
+    return CompiledCall(inner, lambda *_: "compiled again", uses, [0], OverlapOptions(), list)
 
 
 def test_shards_stand_where_the_placeholders_were_behind_one_autograd_node() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import fx
 
-from fsdp_passes.parameter import FsdpParameter
+from fsdp_passes.parameter import FsdpParameter, GradientSink
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,9 +19,15 @@ class ParameterUse:
         param: the parameter that was found there while compiling. At run time the same position may hold the
             parameter of another unit: one graph can serve every layer with the same code.
         unit_index: index of the parameter's unit among the units of this graph, in order of first use.
+        is_last: whether its gradient is left to be reduced behind the graph, while the next one computes.
     """
 
     node: fx.Node
     position: int
     param: FsdpParameter
     unit_index: int
+    is_last: bool = False
+
+    @property
+    def sink(self) -> GradientSink:
+        return self.param.gradient_sink(is_last=self.is_last)

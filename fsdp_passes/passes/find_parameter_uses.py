@@ -10,6 +10,7 @@ from torch import fx
 from fsdp_passes.errors import MutatedParameterError
 from fsdp_passes.parameter import FsdpParameter, fsdp_parameter_of
 from fsdp_passes.passes._uses import ParameterUse
+from fsdp_passes.unit import FsdpUnit
 
 
 def find_parameter_uses(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[ParameterUse]:
@@ -37,4 +38,19 @@ def find_parameter_uses(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> li
     # Ties (two units first used by one node) are broken by the position of the inputs, which all ranks agree on:
     # dicts keep insertion order and sorted() is stable.
     unit_index = {unit: index for index, unit in enumerate(sorted(first_use, key=lambda unit: first_use[unit]))}
-    return [ParameterUse(node, position, param, unit_index[param.unit]) for node, position, param in found]
+    last = _unit_reduced_behind(list(unit_index))
+    return [
+        ParameterUse(node, position, param, unit_index[param.unit], param.unit is last)
+        for node, position, param in found
+    ]
+
+
+def _unit_reduced_behind(units: list[FsdpUnit]) -> FsdpUnit | None:
+    """Of a graph that is one of several, the unit whose gradients come last: the one that is used first. Nothing in
+    this graph's backward could hide their reduction, but the backward of the graph that comes next can. A graph with
+    the root's parameters is at the end of the backward, or has all units.
+    """
+    if not units or units[0].is_root:
+        return None
+    others = [unit for unit in units[0].context.units if unit.params and unit not in units]
+    return units[0] if others else None

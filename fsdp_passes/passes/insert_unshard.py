@@ -10,7 +10,7 @@ from torch import fx
 
 from fsdp_passes._torch_compat import set_dynamo_source
 from fsdp_passes.ops import UNSHARD
-from fsdp_passes.parameter import FsdpParameter
+from fsdp_passes.parameter import GradientSink
 from fsdp_passes.passes._uses import ParameterUse
 
 
@@ -43,10 +43,9 @@ def insert_unshard(gm: fx.GraphModule, uses: Sequence[ParameterUse], *, reduce_g
 
     sinks: dict[ParameterUse, fx.Node] = {}
     for use in uses:
-        if use.param.grad_sink is not None:
-            kind = "whole" if use.param.keeps_whole_grad else "partial"
+        if use.sink is not GradientSink.SHARD:
             with gm.graph.inserting_after(last):
-                last = gm.graph.placeholder(f"{kind}_{use.position}", type_expr=torch.Tensor)
+                last = gm.graph.placeholder(f"{use.sink.name.lower()}_{use.position}", type_expr=torch.Tensor)
             set_dynamo_source(last)
             sinks[use] = last
 
@@ -68,7 +67,7 @@ def insert_unshard(gm: fx.GraphModule, uses: Sequence[ParameterUse], *, reduce_g
                     param.param_dtype,
                     param.reduce_dtype,
                     param.unit.reshards_after_forward,
-                    *_gradient_arguments(param, sinks.get(use)),
+                    *_gradient_arguments(use, sinks.get(use)),
                 ),
             )
         for user in [user for user in use.node.users if user is not gathered]:
@@ -80,10 +79,10 @@ def insert_unshard(gm: fx.GraphModule, uses: Sequence[ParameterUse], *, reduce_g
     return label_from
 
 
-def _gradient_arguments(param: FsdpParameter, sink: fx.Node | None) -> list[Any]:
+def _gradient_arguments(use: ParameterUse, sink: fx.Node | None) -> list[Any]:
     """From `divide_factor` on; left out at the end where they are the defaults, so that graphs stay short to read."""
-    unit = param.unit
-    whole, partial = (sink, None) if param.keeps_whole_grad else (None, sink)
+    param, unit = use.param, use.param.unit
+    whole, partial = (sink, None) if use.sink is GradientSink.WHOLE else (None, sink)
     replicas = [1, ""] if sink is not None else [param.num_replicas, param.replica_group_name]
     kept = [0, ""] if unit.kept_group is None else [unit.kept_world_size, unit.kept_group.group_name]
     arguments: list[Any] = [unit.divide_factor, whole, partial, *replicas, *kept, param.shard_dim]

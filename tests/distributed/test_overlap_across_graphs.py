@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import unittest.mock
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
-from fsdp_passes import fully_shard, overlap_fsdp
-from fsdp_passes.unit import unit_of
+from fsdp_passes import fully_shard, overlap_fsdp, reduction
+from fsdp_passes.unit import FsdpUnit, unit_of
 from tests.distributed.checks import recorded_regions
 from tests.models import Block, Transformer, token_batches
 from tests.profiles import cpu_profile
 from tests.ranks import RankPool
-from tests.training import assert_same, build, my_share, train
+from tests.training import assert_same, build, my_share, train, whole
 
 HERE = "tests.distributed.test_overlap_across_graphs"
 
@@ -137,6 +140,71 @@ def no_gather_is_left_behind() -> None:
     assert_same(train(model, batches, sharded=True), train(reference, batches, sharded=False))
 
 
+@contextlib.contextmanager
+def recorded_reductions() -> Iterator[list[str]]:
+    """Compute regions, and starts and waits of reductions between graphs, in order."""
+    names: list[str] = []
+    push_region, await_named = reduction.push_region, reduction.await_named
+
+    def note_region(name: str) -> None:
+        names.append(name.removeprefix("FSDP:"))
+        push_region(name)
+
+    def note_wait(unit: FsdpUnit, kind: str, *rest: Any) -> None:
+        names.append(f"{unit.display_name}:wait")
+        await_named(unit, kind, *rest)
+
+    with (
+        unittest.mock.patch("fsdp_passes.ops.push_region", note_region),
+        unittest.mock.patch("fsdp_passes.reduction.push_region", note_region),
+        unittest.mock.patch("fsdp_passes.reduction.await_named", note_wait),
+    ):
+        yield names
+
+
+def reductions_in_a_backward(kind: str, inner: str, two_streams: bool) -> list[str]:
+    model, reference = build(lambda: _make(kind))
+    fully_shard(model, units=["layers.*"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+    options = {"inner": inner, "unify_communication_stream": not two_streams}
+    call = _compiled(model, kind, options)
+    batches = token_batches(2, 4, 8)
+    assert_same(train(model, batches, sharded=True, call=call), train(reference, batches, sharded=False))
+    loss = call(*my_share(batches[0]))
+    with recorded_reductions() as names:
+        loss.backward()
+    return names
+
+
+def gradients_that_are_returned() -> None:
+    """`torch.autograd.grad`, `backward(inputs=...)`, and hooks that come and go."""
+    model, reference = build(lambda: _make("each layer"))
+    fully_shard(model, units=["layers.*"])
+    _compiled(model, "each layer", {"inner": "aot_eager"})
+    (batch,) = token_batches(1, 4, 8)
+    names = [name for name, _ in reference.named_parameters() if name.startswith("layers.")]
+    params, expected_params = ([one.get_parameter(name) for name in names] for one in (model, reference))
+    expected = torch.autograd.grad(reference(*batch), expected_params)
+    found = torch.autograd.grad(model(*my_share(batch)), params)
+    for name, one, other in zip(names, found, expected, strict=True):
+        torch.testing.assert_close(one.full_tensor(), other, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    assert all(param.grad is None for param in params)
+
+    model(*my_share(batch)).backward(inputs=params[:3])
+    assert [param.grad is not None for param in params[:4]] == [True, True, True, False]
+    for name, param, other in zip(names[:3], params, expected, strict=False):
+        torch.testing.assert_close(whole(param.grad), other, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    model.zero_grad()
+
+    seen: list[float] = []
+    hook = params[0].register_post_accumulate_grad_hook(lambda param: seen.append(float(whole(param.grad).sum())))
+    model(*my_share(batch)).backward()
+    hook.remove()
+    model(*my_share(batch)).backward()
+    torch.testing.assert_close(seen, [float(expected[0].sum())], rtol=0, atol=1e-5)
+    for name, param, other in zip(names, params, expected, strict=True):
+        torch.testing.assert_close(whole(param.grad), 2 * other, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -161,6 +229,29 @@ def test_generated_code_starts_the_next_graph_too(two_ranks: RankPool) -> None:
     for forward, backward in two_ranks.run(f"{HERE}:train_in_parts", kind="each layer", options=options):
         _assert_ahead(forward, LAYERS, "forward")
         _assert_ahead(backward, LAYERS[::-1], "backward")
+
+
+@pytest.mark.parametrize(
+    ("kind", "inner", "two_streams"),
+    [("each layer", "aot_eager", False), ("each layer", "inductor", False), ("each layer", "aot_eager", True)],
+)
+def test_each_layer_s_gradients_are_reduced_while_the_next_one_computes(
+    two_ranks: RankPool, kind: str, inner: str, two_streams: bool
+) -> None:
+    for names in two_ranks.run(f"{HERE}:reductions_in_a_backward", kind=kind, inner=inner, two_streams=two_streams):
+        begin = names.index("layers.3:reduce_scatter")
+        assert names[begin:-2] == [
+            "layers.3:reduce_scatter",
+            *("layers.2:backward_compute", "layers.2:reduce_scatter", "layers.3:wait"),
+            *("layers.1:backward_compute", "layers.1:reduce_scatter", "layers.2:wait"),
+            *("layers.0:backward_compute", "layers.0:reduce_scatter", "layers.1:wait"),
+            "root:reduce_scatter",
+        ]
+        assert {*names[-2:]} == {"layers.0:wait", "root:wait"}
+
+
+def test_gradients_reach_those_who_ask_for_them(two_ranks: RankPool) -> None:
+    two_ranks.run(f"{HERE}:gradients_that_are_returned")
 
 
 @pytest.mark.parametrize("through_data", [False, True])
