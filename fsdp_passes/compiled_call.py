@@ -81,10 +81,10 @@ def _reduce_behind_graph(
     params: Sequence[FsdpParameter], grads: Sequence[Any], sharded: Sequence[nn.Parameter], suffix: str
 ) -> list[torch.Tensor | None]:
     """Reduce whole gradients while autograd goes on. Returns them as `HandOut` needs them now, padded shards: None for
-    all, unless autograd does not write `.grad` but hands gradients to a caller (`torch.autograd.grad`)."""
+    all, unless autograd hands gradients to a caller (`torch.autograd.grad`), or is to write only some."""
     if not params:
         return []
-    if not writes_gradient(sharded[0]):
+    if not all(map(writes_gradient, sharded)):
         return [reduce_at_once(param, grad, suffix) for param, grad in zip(params, grads, strict=True)]
     context = params[0].unit.context
     queue_end_of_backward(context)

@@ -65,7 +65,10 @@ def _queue(
     *,
     is_from_graph: bool = False,
 ) -> None:
-    """Pack whole gradients, which are in the reduction's dtype, and queue one reduction for each dtype."""
+    """Pack whole gradients, which are in the reduction's dtype, and queue one reduction for each dtype.
+
+    Takes them out of `grads`, so that no more is held than what is packed.
+    """
     unit.check_group()
     groups: dict[torch.dtype, list[FsdpParameter]] = {}
     for param in grads:
@@ -74,7 +77,7 @@ def _queue(
         division = gradient_division(
             group.size(), dtype, unit.divide_factor, averages=group_averages(params[0].group_name)
         )
-        packed = [_pack(param, grads[param], division) for param in params]
+        packed = [_pack(param, grads.pop(param), division) for param in params]
         start = _Reduction(unit, params, packed, division, group, is_from_graph=is_from_graph).start
         unit.context.enqueue_reduction(packed[0].device, start)
 

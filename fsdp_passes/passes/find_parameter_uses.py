@@ -47,8 +47,8 @@ def find_parameter_uses(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> li
 
 def _unit_reduced_behind(units: list[FsdpUnit]) -> FsdpUnit | None:
     """Of a graph that is one of several, the unit whose gradients come last: the one that is used first. Nothing in
-    this graph's backward could hide their reduction, but the backward of the graph that comes next can. A graph with
-    the root's parameters is at the end of the backward, or has all units.
+    this graph's backward could hide their reduction, but the backward of the graph that comes next can. Behind a graph
+    that begins with the root's parameters, or that has all units, none comes as a rule.
     """
     if not units or units[0].is_root:
         return None

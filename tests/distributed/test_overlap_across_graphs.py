@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
-from fsdp_passes import fully_shard, overlap_fsdp, reduction
+from fsdp_passes import fully_shard, overlap_fsdp, reduction, regions
 from fsdp_passes.unit import FsdpUnit, unit_of
 from tests.distributed.checks import recorded_regions
 from tests.models import Block, Transformer, token_batches
@@ -144,10 +144,11 @@ def no_gather_is_left_behind() -> None:
 def recorded_reductions() -> Iterator[list[str]]:
     """Compute regions, and starts and waits of reductions between graphs, in order."""
     names: list[str] = []
-    push_region, await_named = reduction.push_region, reduction.await_named
+    push_region, await_named = regions.push_region, reduction.await_named
 
     def note_region(name: str) -> None:
-        names.append(name.removeprefix("FSDP:"))
+        if not name.endswith(":all_gather"):
+            names.append(name.removeprefix("FSDP:"))
         push_region(name)
 
     def note_wait(unit: FsdpUnit, kind: str, *rest: Any) -> None:
@@ -156,7 +157,7 @@ def recorded_reductions() -> Iterator[list[str]]:
 
     with (
         unittest.mock.patch("fsdp_passes.ops.push_region", note_region),
-        unittest.mock.patch("fsdp_passes.reduction.push_region", note_region),
+        unittest.mock.patch("fsdp_passes.starts.push_region", note_region),
         unittest.mock.patch("fsdp_passes.reduction.await_named", note_wait),
     ):
         yield names
@@ -271,8 +272,8 @@ def without_the_pass() -> tuple[list[str], list[str]]:
 
 
 def test_without_the_pass_each_graph_gathers_for_itself(two_ranks: RankPool) -> None:
-    for regions, _ in two_ranks.run(f"{HERE}:without_the_pass"):
-        assert regions.index("FSDP:layers.0:forward_compute") < regions.index("FSDP:layers.1:all_gather")
+    for forward, _ in two_ranks.run(f"{HERE}:without_the_pass"):
+        assert forward.index("FSDP:layers.0:forward_compute") < forward.index("FSDP:layers.1:all_gather")
 
 
 def test_a_start_that_nobody_takes_is_dropped_and_old_values_are_never_used(two_ranks: RankPool) -> None:
