@@ -64,6 +64,7 @@ __all__ = [
     "gradient_hooks",
     "group_of",
     "group_timeout_s",
+    "has_gradient_hooks",
     "inductor_mode_options",
     "inductor_schedulers_off",
     "init_fake_process_group",
@@ -147,6 +148,12 @@ def gradient_hooks(param: torch.Tensor) -> tuple[list[Callable[..., Any]], list[
     """What `register_hook` and `register_post_accumulate_grad_hook` registered on `param`, in that order."""
     before, after = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
     return list((before or {}).values()), list((after or {}).values())
+
+
+def has_gradient_hooks(param: torch.Tensor) -> bool:
+    """Whether autograd calls somebody with the gradient of `param`: hooks, or an optimizer that
+    `_apply_optimizer_in_backward` has put there. Other hooks on autograd's node of a leaf cannot be seen."""
+    return any(gradient_hooks(param)) or hasattr(param, "_in_backward_optimizers")
 
 
 def without_version_bump(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -450,11 +457,11 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def writes_gradient(leaf: torch.Tensor) -> bool:
-    """Whether the backward that is running now adds to `.grad` of `leaf`: `torch.autograd.grad` does not, nor does
-    `backward(inputs=...)` with other inputs."""
+def writes_gradient(node: Any) -> bool:
+    """Whether the backward that is running now adds to `.grad` of the leaf whose node of autograd this is:
+    `torch.autograd.grad` does not, nor does `backward(inputs=...)` with other inputs."""
     try:
-        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node))  # type: ignore[attr-defined]
+        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
     except RuntimeError:  # it does not answer for a leaf in `torch.autograd.grad`
         return False
 

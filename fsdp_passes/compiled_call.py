@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_passes._torch_compat import is_in_backward, make_dtensor, writes_gradient
+from fsdp_passes._torch_compat import has_gradient_hooks, is_in_backward, make_dtensor, writes_gradient
 from fsdp_passes.context import ensure_reduce_group
 from fsdp_passes.eager_backward import gradient_sinks, queue_end_of_backward, watch_backward
 from fsdp_passes.errors import StaleParametersError
@@ -67,7 +67,7 @@ class HandOut(torch.autograd.Function):
         first = ctx.first_whole
         reduced = [
             *grads[:first],
-            *_reduce_behind_graph(ctx.params[first:], grads[first:], sharded[first:], ctx.suffix),
+            *_reduce_behind_graph(ctx.params[first:], grads[first:], ctx.next_functions[first:], ctx.suffix),
         ]
         results: list[DTensor | None] = []
         for param, now, grad in zip(ctx.params, sharded, reduced, strict=True):
@@ -78,21 +78,30 @@ class HandOut(torch.autograd.Function):
 
 
 def _reduce_behind_graph(
-    params: Sequence[FsdpParameter], grads: Sequence[Any], sharded: Sequence[nn.Parameter], suffix: str
+    params: Sequence[FsdpParameter], grads: Sequence[Any], receivers: Sequence[tuple[Any, int]], suffix: str
 ) -> list[torch.Tensor | None]:
-    """Reduce whole gradients while autograd goes on. Returns them as `HandOut` needs them now, padded shards: None for
-    all, unless autograd hands gradients to a caller (`torch.autograd.grad`), or is to write only some."""
+    """Reduce whole gradients of one unit while autograd goes on.
+
+    `receivers`: the nodes of autograd that take the results. Padded shards are returned where they cannot come later:
+    to a caller of `torch.autograd.grad`, where only some are to be written, and where autograd has hooks to call, once
+    with the sum. Else None for all.
+    """
     if not params:
         return []
-    if not all(map(writes_gradient, sharded)):
-        return [reduce_at_once(param, grad, suffix) for param, grad in zip(params, grads, strict=True)]
     context = params[0].unit.context
+    whole = dict(zip(params, grads, strict=True))
+    if not all(writes_gradient(node) for node, _ in receivers) or any(
+        has_gradient_hooks(param.sharded_param) for param in params
+    ):
+        reduced = reduce_at_once(params[0].unit, whole, suffix)
+        return [reduced.get(param) for param in params]
     queue_end_of_backward(context)
-    reduce_late(params[0].unit, dict(zip(params, grads, strict=True)), suffix)
-    # The gathers of the next graph are on their way: nothing that is waited for sooner queues behind this reduction.
+    reduce_late(params[0].unit, whole, suffix)
+    num_late = len(context.delayed_reductions)
+    # The gathers of the next graph are on their way: nothing that is waited for sooner queues behind these reductions.
     context.drain_delayed_reductions(0)
-    # It stays on the wire while the next graph computes; the one before it has had this graph's time.
-    context.finish_reductions(1)
+    # They stay on the wire while the next graph computes; those before them have had this graph's time.
+    context.finish_reductions(num_late)
     return [None] * len(params)
 
 
@@ -108,6 +117,7 @@ class CompiledCall:
         recompile: takes the same arguments as a call, and compiles for them.
         positions: where the graph's inputs are placeholders of sharded parameters.
         label_from: for each label, the index in `positions` of a parameter of its unit.
+        sinks: where it sends their gradients.
         stand_in: takes the arguments of a call as one sequence; what it returns, a call returns while warming up.
         constants: `graph_constants` of the parameters that it was compiled for.
         requires_grad: whether each of them required a gradient.
@@ -148,7 +158,7 @@ class CompiledCall:
             return self.stand_in(args)
         params[0].unit.check_group()
         inputs = list(args)
-        sinks = self._hand_out(inputs, params, sharded)
+        sinks, is_watched = self._hand_out(inputs, params, sharded)
         for index in self.label_from:
             inputs.append(params[index].unit.label)
         inputs += sinks
@@ -174,7 +184,7 @@ class CompiledCall:
             raise
         finally:
             close_regions_above(depth)
-        if self._with_sink:
+        if is_watched:
             watch_backward(context, outputs)
         return outputs
 
@@ -192,9 +202,9 @@ class CompiledCall:
 
     def _hand_out(
         self, inputs: list[Any], params: list[FsdpParameter], sharded: list[nn.Parameter]
-    ) -> list[torch.Tensor]:
+    ) -> tuple[list[torch.Tensor], bool]:
         """Put shards in the placeholders' places. Returns the sinks of the gradients that are not reduced in the graph,
-        or not over the replicas."""
+        or not over the replicas, and whether gradients stay in some of them until the backward has ended."""
         needs_grad = torch.is_grad_enabled()
         for position, param, is_reduced in zip(self.positions, params, self._is_reduced, strict=True):
             if not (needs_grad and is_reduced):
@@ -212,4 +222,4 @@ class CompiledCall:
                     sinks[index] = tensor
         others = [index for index in self._with_sink if index not in sinks]
         sinks.update(zip(others, gradient_sinks([(params[i], self.sinks[i]) for i in others]), strict=True))
-        return [sinks[index] for index in self._with_sink]
+        return [sinks[index] for index in self._with_sink], bool(others)

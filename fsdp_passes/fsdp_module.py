@@ -114,8 +114,8 @@ class FsdpModule(UnsupportedMethods):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backwards end with a wait for their reductions. With False, `.grad` is complete only behind
-        a later backward with True: the reductions overlap with the forward in between. In compiled code every backward
-        waits."""
+        a later backward with True: the reductions overlap with the forward in between. A compiled graph of the whole
+        model waits all the same."""
         _own_unit(self).context.is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:

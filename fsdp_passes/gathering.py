@@ -46,19 +46,20 @@ def start_gather(unit: FsdpUnit) -> None:
     assert group is not None
     gathers: list[Gather] = []
     try:
-        with starting(unit, ALL_GATHER_REGION), context.on_communication_stream(device):
-            for params in _by_dtype(unit.params):
-                kept = [param.kept_part if is_kept else None for param in params]
-                inputs = [
-                    param.shard().to(param.param_dtype) if part is None else part
-                    for param, part in zip(params, kept, strict=True)
-                ]
-                outputs = [param.gather_buffer(part) for param, part in zip(params, kept, strict=True)]
-                gathers.append((params, outputs, all_gather_coalesced(outputs, inputs, group)))
+        with context.on_communication_stream(device):
+            with starting(unit, ALL_GATHER_REGION):
+                for params in _by_dtype(unit.params):
+                    kept = [param.kept_part if is_kept else None for param in params]
+                    inputs = [
+                        param.shard().to(param.param_dtype) if part is None else part
+                        for param, part in zip(params, kept, strict=True)
+                    ]
+                    outputs = [param.gather_buffer(part) for param, part in zip(params, kept, strict=True)]
+                    gathers.append((params, outputs, all_gather_coalesced(outputs, inputs, group)))
             if stream is not None:
                 _complete(gathers)  # the communication stream waits, not the host: NCCL runs on a stream of its own
-    except BaseException:
-        _give_up(unit, gathers)
+    except BaseException as error:
+        _give_up(unit, gathers if isinstance(error, Exception) else [])  # somebody who interrupts does not want to wait
         raise
     done = stream.record_event() if stream is not None else None
 

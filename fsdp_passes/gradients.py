@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from fsdp_passes._torch_compat import gradient_hooks, local_tensor, make_dtensor
 from fsdp_passes.ops import GradientDivision
 from fsdp_passes.parameter import FsdpParameter
+
+
+class WriteGradients(Protocol):
+    """Takes reduced gradients of `rows_per_rank` rows and what is left of their division (see `write_gradients`)."""
+
+    def __call__(
+        self, params: Sequence[FsdpParameter], reduced: Sequence[torch.Tensor], division: GradientDivision, /
+    ) -> None: ...
 
 
 def keep_until_read(tensors: Sequence[torch.Tensor]) -> None:

@@ -228,12 +228,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     call: Unshard = ctx.call
     grads: list[Tensor | None] = [None] * ctx.num_inputs
-    grads[Unshard._fields.index(ctx.sink)] = reduced_gradient(call, ctx.sink, grad, ctx.orig_dtype)
+    grads[Unshard._fields.index(ctx.sink)] = _reduced(call, ctx.sink, grad, ctx.orig_dtype)
     return tuple(grads)
 
 
-def reduced_gradient(call: Unshard, sink: str, grad: Tensor, orig_dtype: torch.dtype) -> Tensor:
-    """The gradient as `sink` ("shard", "partial" or "whole") takes it; one for the shard in `orig_dtype`."""
+def _reduced(call: Unshard, sink: str, grad: Tensor, orig_dtype: torch.dtype) -> Tensor:
     if sink == "whole":
         return grad
     is_averaged_again = sink == "shard" and call.num_replicas > 1

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_passes._torch_compat import gradient_hooks, local_tensor, replace_local_tensor, without_version_bump
+from fsdp_passes._torch_compat import local_tensor, replace_local_tensor, without_version_bump
 from fsdp_passes.layout import TensorParallel, part_of, scattered_from_whole, sharded_dtensor, whole_from_gathered
 from fsdp_passes.mesh import num_replicas, num_shards, replica_group, shard_group, shard_index
 
@@ -24,7 +24,7 @@ class GradientSink(enum.Enum):
     """Where a compiled graph sends a gradient."""
 
     SHARD = "reduced, to the sharded parameter"
-    WHOLE = "as it is, to the placeholder"
+    WHOLE = "as it is, to a tensor of the whole shape"
     PARTIAL = "reduced over the shards and not over the replicas, to a tensor that adds up such gradients"
 
 
@@ -227,11 +227,11 @@ class FsdpParameter:
         """Where a compiled graph sends the gradient.
 
         `is_last`: whether it is made at the end of the graph's backward, where the graph has nothing left that could
-        hide its reduction. With hooks it comes reduced all the same, since autograd has to call them.
+        hide its reduction.
         """
         if not self.placeholder.requires_grad:
             return GradientSink.SHARD
-        if self.accumulates_grads or (is_last and not any(gradient_hooks(self.sharded_param))):
+        if self.accumulates_grads or is_last:
             return GradientSink.WHOLE
         if self.num_replicas > 1 and (not self.unit.reduces_replicas or self.unit.accumulating_partially):
             return GradientSink.PARTIAL

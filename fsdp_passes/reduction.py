@@ -1,17 +1,19 @@
-"""Gradients of the eager fallback: packed, reduced, and written into the sharded parameters' `.grad`."""
+"""Gradients of the eager fallback, and those that compiled graphs leave whole: packed, reduced, and written into the
+sharded parameters' `.grad`."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from fsdp_passes._torch_compat import gradient_hooks, group_of, reduce_scatter_coalesced
-from fsdp_passes.arguments import Unshard
+from fsdp_passes._torch_compat import group_of, has_gradient_hooks, reduce_scatter_coalesced
 from fsdp_passes.context import FinishReduction
-from fsdp_passes.gradients import keep_until_read, write_gradients
+from fsdp_passes.gradients import WriteGradients, keep_until_read, write_gradients
 from fsdp_passes.layout import scattered_from_whole
 from fsdp_passes.mesh import num_replicas, shard_group
-from fsdp_passes.ops import GradientDivision, gradient_division, group_averages, reduced_gradient
+from fsdp_passes.ops import GradientDivision, gradient_division, group_averages
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import REDUCE_SCATTER_REGION
 from fsdp_passes.replicas import pass_on
@@ -36,32 +38,45 @@ def reduce_gradients(unit: FsdpUnit, params: list[FsdpParameter]) -> None:
     _queue(unit, {param: _whole_gradient(param) for param in params}, shard_group(unit.mesh))
 
 
-def reduce_late(unit: FsdpUnit, grads: dict[FsdpParameter, torch.Tensor], group_suffix: str) -> None:
+def reduce_late(
+    unit: FsdpUnit,
+    grads: dict[FsdpParameter, torch.Tensor],
+    group_suffix: str,
+    write: WriteGradients = write_gradients,
+) -> None:
     """Queue the reduction of whole gradients of one unit that a compiled graph left.
 
-    `group_suffix`: behind the name of the group that carries it.
+    Args:
+        group_suffix: behind the name of the group that carries it.
+        write: takes what was reduced, on the compute stream.
     """
     group = group_of(shard_group(unit.mesh).group_name + group_suffix)
-    _queue(unit, {param: grad.to(param.reduce_dtype) for param, grad in grads.items()}, group, is_from_graph=True)
+    whole = {param: grad.detach().to(param.reduce_dtype) for param, grad in grads.items()}
+    _queue(unit, whole, group, write, is_from_graph=True)
 
 
-def reduce_at_once(param: FsdpParameter, grad: torch.Tensor, group_suffix: str) -> torch.Tensor:
-    """The reduced gradient, shape (rows_per_rank, *rest), in the parameter's dtype."""
-    call = Unshard(
-        *(None, None, 0, param.rows, param.world_size, param.group_name, param.group_name + group_suffix),
-        *(param.param_dtype, param.reduce_dtype, True),
-        divide_factor=param.unit.divide_factor,
-        num_replicas=param.num_replicas if param.unit.reduces_replicas else 1,
-        replica_group_name=param.replica_group_name,
-        shard_dim=param.shard_dim,
-    )
-    return reduced_gradient(call, "shard", grad, param.orig_dtype)
+def reduce_at_once(
+    unit: FsdpUnit, grads: dict[FsdpParameter, torch.Tensor], group_suffix: str
+) -> dict[FsdpParameter, torch.Tensor]:
+    """As `reduce_late`, with the same collectives, but wait for them. Returns the reduced gradients, shape
+    (rows_per_rank, *rest), in the parameters' dtype; without those that wait for an all-reduce over the replicas."""
+    reduced: dict[FsdpParameter, torch.Tensor] = {}
+
+    def keep(params: Sequence[FsdpParameter], outputs: Sequence[torch.Tensor], division: GradientDivision) -> None:
+        for param, output in zip(params, outputs, strict=True):
+            reduced[param] = output.mul_(division.after).to(param.orig_dtype)
+
+    reduce_late(unit, grads, group_suffix, keep)
+    unit.context.drain_delayed_reductions(0)
+    unit.context.finish_reductions(0)
+    return reduced
 
 
 def _queue(
     unit: FsdpUnit,
     grads: dict[FsdpParameter, torch.Tensor],
     group: dist.ProcessGroup,
+    write: WriteGradients = write_gradients,
     *,
     is_from_graph: bool = False,
 ) -> None:
@@ -78,7 +93,7 @@ def _queue(
             group.size(), dtype, unit.divide_factor, averages=group_averages(params[0].group_name)
         )
         packed = [_pack(param, grads.pop(param), division) for param in params]
-        start = _Reduction(unit, params, packed, division, group, is_from_graph=is_from_graph).start
+        start = _Reduction(unit, params, packed, division, group, write, is_from_graph=is_from_graph).start
         unit.context.enqueue_reduction(packed[0].device, start)
 
 
@@ -117,6 +132,7 @@ class _Reduction:
         packed: list[torch.Tensor],
         division: GradientDivision,
         group: dist.ProcessGroup,
+        write: WriteGradients,
         *,
         is_from_graph: bool,
     ) -> None:
@@ -124,6 +140,7 @@ class _Reduction:
         self.params = params
         self.division = division
         self.group = group
+        self.write = write
         self.is_from_graph = is_from_graph
         self.is_final = num_replicas(unit.mesh) == 1
         self.reduces_replicas = unit.reduces_replicas
@@ -134,17 +151,19 @@ class _Reduction:
         """Start it on the communication stream; call the result with True to wait for it and write the gradients, or
         with False to wait only."""
         context, device = self.unit.context, self.packed[0].device
-        with starting(self.unit, REDUCE_SCATTER_REGION), context.on_communication_stream(device):
-            outputs = [
-                packed.new_empty(param.shard_shape) for param, packed in zip(self.params, self.packed, strict=True)
-            ]
-            work = reduce_scatter_coalesced(outputs, self.packed, self.group, average=self.division.reduce_op == "avg")
+        with context.on_communication_stream(device):
+            with starting(self.unit, REDUCE_SCATTER_REGION):
+                outputs = [
+                    packed.new_empty(param.shard_shape) for param, packed in zip(self.params, self.packed, strict=True)
+                ]
+                average = self.division.reduce_op == "avg"
+                work = reduce_scatter_coalesced(outputs, self.packed, self.group, average=average)
             done = None
             if device.type == "cuda":
                 work.wait()  # the communication stream waits, not the host
                 # Hooks are the user's code and may step an optimizer: they run on the compute stream, behind the wait.
                 # Another graph may add to the same `.grad`, which autograd does on the compute stream.
-                has_hooks = any(any(gradient_hooks(param.sharded_param)) for param in self.params)
+                has_hooks = any(has_gradient_hooks(param.sharded_param) for param in self.params)
                 is_written = self.is_final and not has_hooks and not self.is_from_graph
                 if is_written:
                     write_gradients(self.params, outputs, self.division)
@@ -164,9 +183,10 @@ class _Reduction:
             if not write or (done is not None and is_written):
                 return None
             if not self.is_final:
-                return pass_on(self.unit, self.params, outputs, self.division, done, reduce=self.reduces_replicas)
+                reduce = self.reduces_replicas
+                return pass_on(self.unit, self.params, outputs, self.division, done, self.write, reduce=reduce)
             keep_until_read(outputs)
-            write_gradients(self.params, outputs, self.division)
+            self.write(self.params, outputs, self.division)
             return None
 
         return finish

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_passes._torch_compat import all_reduce_coalesced
 from fsdp_passes.context import FinishReduction
-from fsdp_passes.gradients import keep_until_read, write_gradients
+from fsdp_passes.gradients import WriteGradients, keep_until_read, write_gradients
 from fsdp_passes.mesh import num_replicas, replica_group
 from fsdp_passes.ops import GradientDivision, gradient_division, group_averages
 from fsdp_passes.parameter import FsdpParameter
@@ -26,6 +26,7 @@ def pass_on(
     grads: list[torch.Tensor],
     division: GradientDivision,
     done: torch.cuda.Event | None,
+    write: WriteGradients,
     *,
     reduce: bool,
 ) -> FinishReduction | None:
@@ -35,6 +36,7 @@ def pass_on(
         params, grads: of one dtype; each gradient has `rows_per_rank` rows and is written to.
         division: of the reduce-scatter, whose `after` has not been applied.
         done: behind the reduce-scatter; None on the CPU.
+        write: takes what the all-reduce makes.
         reduce: whether to start the all-reduce.
 
     Returns:
@@ -59,7 +61,7 @@ def pass_on(
             param.partial_grad = None if reduce else grad
         behind = context.record_compute(device)
     if reduce:
-        return _start_all_reduce(unit, params, grads, None)
+        return _start_all_reduce(unit, params, grads, None, write)
     if behind is not None:
         torch.cuda.current_stream(device).wait_event(behind)  # the next micro-batch adds to them
     return None
@@ -88,7 +90,11 @@ def _take(params: Sequence[FsdpParameter]) -> list[torch.Tensor]:
 
 
 def _start_all_reduce(
-    unit: FsdpUnit, params: list[FsdpParameter], grads: list[torch.Tensor], made: torch.cuda.Event | None
+    unit: FsdpUnit,
+    params: list[FsdpParameter],
+    grads: list[torch.Tensor],
+    made: torch.cuda.Event | None,
+    write_reduced: WriteGradients = write_gradients,
 ) -> FinishReduction:
     """Average `grads` in place, behind what the stream of the replicas was given and behind `made`."""
     context, device = unit.context, grads[0].device
@@ -121,6 +127,6 @@ def _start_all_reduce(
             note_awaited_on_stream(unit, ALL_REDUCE_REGION, group.group_name, device)
         if write:
             keep_until_read(grads)
-            write_gradients(params, grads, division)
+            write_reduced(params, grads, division)
 
     return finish

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
@@ -30,10 +32,14 @@ def keep_reads_of_written(graph: fx.Graph) -> int:
         while pending:
             for user in pending.pop().users:
                 target = user.target
-                if user in seen or target in (COPY_BACK, UNSHARD) or not isinstance(target, torch._ops.OpOverload):
+                if user in seen or target in (COPY_BACK, UNSHARD):
                     continue
                 seen.add(user)
-                if target.is_view:
+                if target is operator.getitem:  # of a view with several results, `unbind`: nothing else is pending
+                    pending.append(user)
+                elif not isinstance(target, torch._ops.OpOverload):
+                    continue
+                elif target.is_view:
                     pending.append(user)
                 elif "recompute" not in user.meta:
                     user.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -197,8 +197,9 @@ def gradients_that_are_returned() -> None:
     model.zero_grad()
 
     seen: list[float] = []
+    loss = model(*my_share(batch))
     hook = params[0].register_post_accumulate_grad_hook(lambda param: seen.append(float(whole(param.grad).sum())))
-    model(*my_share(batch)).backward()
+    loss.backward()
     hook.remove()
     model(*my_share(batch)).backward()
     torch.testing.assert_close(seen, [float(expected[0].sum())], rtol=0, atol=1e-5)

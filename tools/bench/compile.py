@@ -83,7 +83,7 @@ def results_table(results: list[dict[str, Any]]) -> str:
     rows = []
     for found in results:
         plain, ours, parts = _median(found, "plain", "cold"), _median(found, "ours", "cold"), found["parts"]
-        nodes = sum(count for name, count in parts["autograd_nodes"].items() if "HandOutShards" in name)
+        nodes = sum(count for name, count in parts["autograd_nodes"].items() if "HandOut" in name)
         cells = [
             (plain, 1),
             (ours, 1),

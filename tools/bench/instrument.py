@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fsdp_passes import backend, pipeline
-from fsdp_passes.compiled_call import CompiledCall, HandOutShards
+from fsdp_passes.compiled_call import CompiledCall, HandOut
 
 
 class PassTimers:
@@ -58,7 +58,7 @@ class WrapperTimer:
         self.backward_s = 0.0
 
     def install(self) -> None:
-        run, hand_out = CompiledCall.__call__, HandOutShards.backward
+        run, hand_out = CompiledCall.__call__, HandOut.backward
 
         def timed_run(call: CompiledCall, *args: Any) -> Any:
             inner, inner_s = call.inner, 0.0
@@ -86,7 +86,7 @@ class WrapperTimer:
             return result
 
         CompiledCall.__call__ = timed_run  # type: ignore[method-assign]
-        HandOutShards.backward = staticmethod(timed_backward)  # type: ignore[assignment]
+        HandOut.backward = staticmethod(timed_backward)  # type: ignore[assignment]
 
     def clear(self) -> None:
         self.forward_s = self.backward_s = 0.0
