@@ -28,10 +28,12 @@ class Averaged(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         before = self.averages.clone()
+        old, _ = self.averages.unbind(0)
+        scale = torch.exp(old)
         self.calls.add_(1)
         self.averages[0].mul_(0.9)
         self.averages[1].lerp_(self.proj.weight.detach().mean(0), 0.3)
-        scale = self.averages[0] * self.averages.view(2, 3, 4)[1].reshape(DIM) * torch.sin(before.sum(0))
+        scale = scale * self.averages[0] * self.averages.view(2, 3, 4)[1].reshape(DIM) * torch.sin(before.sum(0))
         return torch.tanh(self.proj(x)) * scale / (1 + self.calls)
 
 

@@ -13,7 +13,7 @@ from tests.graphs import trace
 
 def writes_an_average(average: Tensor, other: Tensor, x: Tensor) -> Tensor:
     decayed = average * 0.9
-    part = average.view(2, 4)[0].sin()
+    part = average.view(2, 4).unbind(0)[0].sin()
     result = x * decayed.sum() + part.sum() + other.exp()
     average.copy_(decayed)
     return result
