@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
-import gc
 import importlib
 import multiprocessing
 import os
@@ -21,6 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+# Each group of gloo has threads that look for work a hundred times a second; with those of a hundred tests, a rank that
+# rests takes a good part of a core. Destroying groups does not help: DTensor's caches go on using them.
+_MOST_GROUPS = 25
 
 
 def host_store() -> dist.TCPStore:
@@ -49,7 +53,7 @@ def join(backend: str, rank: int, world_size: int, store: dist.TCPStore, timeout
 
 def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Any) -> None:
     join(backend, rank, world_size, dist.TCPStore("127.0.0.1", port, is_master=False))
-    pipe.send(("ready", None))
+    pipe.send(("ready", (None, 1)))
     while True:
         try:
             request = pipe.recv()
@@ -63,20 +67,10 @@ def _serve(rank: int, world_size: int, port: int, backend: str, pipe: Any) -> No
             torch.manual_seed(0)
             torch._dynamo.reset()
             result = getattr(importlib.import_module(module), function)(**kwargs)
-            pipe.send(("ok", result))
+            pipe.send(("ok", (result, len(dist.distributed_c10d._world.pg_map))))
         except BaseException:
             pipe.send(("error", traceback.format_exc()))
-        _destroy_groups()
     dist.destroy_process_group()
-
-
-def _destroy_groups() -> None:
-    """End the groups that a test has made: each one of gloo keeps threads that look for work a hundred times a second,
-    and with those of a hundred tests a rank that rests takes a good part of a core."""
-    gc.collect()
-    for group in [*dist.distributed_c10d._world.pg_map]:
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
 
 
 class RankPool:
@@ -99,6 +93,7 @@ class RankPool:
         self.timeout_s = timeout_s
         self.environments = [environment] * world_size if isinstance(environment, dict) else [*environment]
         self._store: dist.TCPStore | None = None
+        self._num_groups = 0  # in each rank
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
@@ -132,7 +127,7 @@ class RankPool:
                 if status == "error":
                     self.close()
                     raise AssertionError(f"rank {rank} failed in {what}:\n{value}")
-                results[rank] = value
+                results[rank], self._num_groups = value
             if time.monotonic() > deadline:
                 missing = sorted(set(range(self.world_size)) - set(results))
                 self.close()
@@ -141,6 +136,8 @@ class RankPool:
 
     def run(self, target: str, **kwargs: Any) -> list[Any]:
         """Call `module:function` with `kwargs` on every rank; the results in order of rank."""
+        if self._num_groups > _MOST_GROUPS:
+            self.close()
         if not self._processes:
             self._start()
         for pipe in self._pipes:
@@ -152,4 +149,4 @@ class RankPool:
             process.kill()
         for process in self._processes:
             process.join()
-        self._processes, self._pipes, self._store = [], [], None
+        self._processes, self._pipes, self._store, self._num_groups = [], [], None, 0
