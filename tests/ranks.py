@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 # Each group of gloo has threads that look for work a hundred times a second; with those of a hundred tests, a rank that
 # rests takes a good part of a core. Destroying groups does not help: DTensor's caches go on using them.
 _MOST_GROUPS = 25
