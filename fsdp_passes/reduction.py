@@ -35,6 +35,7 @@ def take_gradients(unit: FsdpUnit, params: list[FsdpParameter]) -> None:
 
 def reduce_gradients(unit: FsdpUnit, params: list[FsdpParameter]) -> None:
     """Take the gradients of placeholders and those that wait, pack them and queue their reduction."""
+    unit.check_group()
     _queue(unit, {param: _whole_gradient(param) for param in params}, shard_group(unit.mesh))
 
 
@@ -50,6 +51,7 @@ def reduce_late(
         group_suffix: behind the name of the group that carries it.
         write: takes what was reduced, on the compute stream.
     """
+    unit.check_group()
     group = group_of(shard_group(unit.mesh).group_name + group_suffix)
     whole = {param: grad.detach().to(param.reduce_dtype) for param, grad in grads.items()}
     _queue(unit, whole, group, write, is_from_graph=True)
@@ -84,7 +86,6 @@ def _queue(
 
     Takes them out of `grads`, so that no more is held than what is packed.
     """
-    unit.check_group()
     groups: dict[torch.dtype, list[FsdpParameter]] = {}
     for param in grads:
         groups.setdefault(param.reduce_dtype, []).append(param)
