@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.gloo import use_one_thread
 from tests.ranks import RankPool
+
+use_one_thread()
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.gloo import use_one_thread
+
 # Each group of gloo has threads that look for work a hundred times a second; with those of a hundred tests, a rank that
 # rests takes a good part of a core. Destroying groups does not help: DTensor's caches go on using them.
 _MOST_GROUPS = 25
@@ -46,6 +48,7 @@ def join(backend: str, rank: int, world_size: int, store: dist.TCPStore, timeout
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank % torch.cuda.device_count())
+    use_one_thread()
     timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
