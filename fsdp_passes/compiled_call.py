@@ -140,6 +140,7 @@ class CompiledCall:
         self.requires_grad = [use.param.placeholder.requires_grad for use in uses]
         self.sinks = [use.sink for use in uses]
         self._is_last = [use.is_last for use in uses]
+        # These gradients are not reduced in the graph, or not over the replicas; the others are, if there are any.
         self._with_sink = [index for index, sink in enumerate(self.sinks) if sink is not GradientSink.SHARD]
         self._is_reduced = [
             needs_grad and sink is GradientSink.SHARD

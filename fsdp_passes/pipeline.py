@@ -27,6 +27,7 @@ from fsdp_passes._torch_compat import (
     scheduled_graph_module,
     trace_artifact,
 )
+from fsdp_passes.arguments import ReduceGrad, Unshard
 from fsdp_passes.generated_code import check_generated_code
 from fsdp_passes.ops import REDUCE_GRAD, REDUCE_REPLICAS, UNSHARD
 from fsdp_passes.options import OverlapOptions
@@ -172,11 +173,11 @@ class LowerAndSchedule(CustomGraphPass):
         return (_sources_hash(), self.options.fingerprint(), torch.__version__, self.backends, self.has_peers)
 
     def __call__(self, graph: fx.Graph) -> None:
-        nodes = [*graph.find_nodes(op="call_function", target=UNSHARD)]
-        nodes += graph.find_nodes(op="call_function", target=REDUCE_GRAD)
-        if not nodes:
+        calls: list[Unshard | ReduceGrad] = [*map(Unshard.of, graph.find_nodes(op="call_function", target=UNSHARD))]
+        calls += map(ReduceGrad.of, graph.find_nodes(op="call_function", target=REDUCE_GRAD))
+        if not calls:
             return
-        labels = {node.args[2]: node.args[1] for node in nodes if node.args[1] is not None}
+        labels = {call.unit: call.label for call in calls if call.label is not None}
         backward = is_backward_graph(graph)
         options = self.options
         result = GraphRecord("backward" if backward else "forward")

@@ -84,7 +84,7 @@ def _queue(
 ) -> None:
     """Pack whole gradients, which are in the reduction's dtype, and queue one reduction for each dtype.
 
-    Takes them out of `grads`, so that no more is held than what is packed.
+    Takes them out of `grads`: the fallback holds none of them besides what is packed.
     """
     groups: dict[torch.dtype, list[FsdpParameter]] = {}
     for param in grads:

@@ -20,6 +20,7 @@ class ParameterUse:
             parameter of another unit: one graph can serve every layer with the same code.
         unit_index: index of the parameter's unit among the units of this graph, in order of first use.
         is_last: whether its gradient is left to be reduced behind the graph, while the next one computes.
+        sink: where the graph sends its gradient, as things were while compiling.
     """
 
     node: fx.Node
@@ -27,7 +28,4 @@ class ParameterUse:
     param: FsdpParameter
     unit_index: int
     is_last: bool = False
-
-    @property
-    def sink(self) -> GradientSink:
-        return self.param.gradient_sink(is_last=self.is_last)
+    sink: GradientSink = GradientSink.SHARD

@@ -39,10 +39,12 @@ def find_parameter_uses(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> li
     # dicts keep insertion order and sorted() is stable.
     unit_index = {unit: index for index, unit in enumerate(sorted(first_use, key=lambda unit: first_use[unit]))}
     last = _unit_reduced_behind(list(unit_index))
-    return [
-        ParameterUse(node, position, param, unit_index[param.unit], param.unit is last)
-        for node, position, param in found
-    ]
+    uses = []
+    for node, position, param in found:
+        is_last = param.unit is last
+        sink = param.gradient_sink(is_last=is_last)
+        uses.append(ParameterUse(node, position, param, unit_index[param.unit], is_last, sink))
+    return uses
 
 
 def _unit_reduced_behind(units: list[FsdpUnit]) -> FsdpUnit | None:

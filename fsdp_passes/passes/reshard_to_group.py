@@ -8,8 +8,6 @@ from torch import fx
 from fsdp_passes.arguments import Unshard
 from fsdp_passes.ops import KEEP_PART, UNSHARD
 
-KEPT_WORLD_SIZE, KEPT_GROUP_NAME = 15, 16  # places among the arguments of `unshard`
-
 # Metadata that describes a node's own inputs and layout; the rest says where in the user's code it belongs.
 _OF_ARGUMENTS = ("eager_input_vals", "tensor_meta")
 
@@ -28,21 +26,21 @@ def reshard_to_group(graph: fx.Graph) -> int:
     """
     num_params = 0
     for gathered in graph.find_nodes(op="call_function", target=UNSHARD, sort=True):
-        _, label, unit, rows, _, _, _, param_dtype, reduce_dtype, reshard, *_ = gathered.args
-        is_kept = len(gathered.args) > KEPT_GROUP_NAME and bool(gathered.args[KEPT_WORLD_SIZE])
-        if not is_kept or not reshard or any(user.target is KEEP_PART for user in gathered.users):
+        call = Unshard.of(gathered)
+        if not call.kept_world_size or not call.reshard or any(user.target is KEEP_PART for user in gathered.users):
             continue
-        world_size, group_name = gathered.args[KEPT_WORLD_SIZE], gathered.args[KEPT_GROUP_NAME]
+        world_size, group_name = call.kept_world_size, call.kept_group_name
         value = gathered.meta["val"]
         with graph.inserting_after(gathered):
             part = graph.call_function(KEEP_PART, (gathered, world_size, group_name))
-        arguments = (part, label, unit, rows, world_size, group_name, group_name, param_dtype, reduce_dtype, True)
+        groups = (world_size, group_name, group_name)
+        arguments = (part, call.label, call.unit, call.rows, *groups, call.param_dtype, call.reduce_dtype, True)
         with graph.inserting_after(part):
             again = graph.call_function(UNSHARD, arguments)
         gathered.replace_all_uses_with(again, delete_user_cb=lambda user, part=part: user is not part)
         for node in (part, again):
             node.meta = {key: kept for key, kept in gathered.meta.items() if key not in _OF_ARGUMENTS}
-        part.meta["val"] = value.new_empty((-(-value.shape[0] // world_size), *value.shape[1:]))  # type: ignore[operator]
+        part.meta["val"] = value.new_empty((-(-value.shape[0] // world_size), *value.shape[1:]))
         num_params += 1
     return num_params
 

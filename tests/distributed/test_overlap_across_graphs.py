@@ -163,11 +163,11 @@ def recorded_reductions() -> Iterator[list[str]]:
         yield names
 
 
-def reductions_in_a_backward(kind: str, inner: str, two_streams: bool) -> list[str]:
-    model, reference = build(lambda: _make(kind))
+def reductions_in_a_backward(inner: str, two_streams: bool) -> list[str]:
+    model, reference = build(lambda: _make("each layer"))
     fully_shard(model, units=["layers.*"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
     options = {"inner": inner, "unify_communication_stream": not two_streams}
-    call = _compiled(model, kind, options)
+    call = _compiled(model, "each layer", options)
     batches = token_batches(2, 4, 8)
     assert_same(train(model, batches, sharded=True, call=call), train(reference, batches, sharded=False))
     loss = call(*my_share(batches[0]))
@@ -233,14 +233,11 @@ def test_generated_code_starts_the_next_graph_too(two_ranks: RankPool) -> None:
         _assert_ahead(backward, LAYERS[::-1], "backward")
 
 
-@pytest.mark.parametrize(
-    ("kind", "inner", "two_streams"),
-    [("each layer", "aot_eager", False), ("each layer", "inductor", False), ("each layer", "aot_eager", True)],
-)
+@pytest.mark.parametrize(("inner", "two_streams"), [("aot_eager", False), ("inductor", False), ("aot_eager", True)])
 def test_each_layer_s_gradients_are_reduced_while_the_next_one_computes(
-    two_ranks: RankPool, kind: str, inner: str, two_streams: bool
+    two_ranks: RankPool, inner: str, two_streams: bool
 ) -> None:
-    for names in two_ranks.run(f"{HERE}:reductions_in_a_backward", kind=kind, inner=inner, two_streams=two_streams):
+    for names in two_ranks.run(f"{HERE}:reductions_in_a_backward", inner=inner, two_streams=two_streams):
         begin = names.index("layers.3:reduce_scatter")
         assert names[begin:-2] == [
             "layers.3:reduce_scatter",
