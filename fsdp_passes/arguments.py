@@ -29,6 +29,8 @@ class Unshard(NamedTuple):
     kept_world_size: int = 0
     kept_group_name: str = ""
     shard_dim: int = 0
+    device: torch.device | None = None
+    pinned: bool = False
 
     @classmethod
     def of(cls, node: fx.Node) -> Unshard:
@@ -47,6 +49,7 @@ class ReduceGrad(NamedTuple):
     grad_dtype: torch.dtype
     divide_factor: float | None = None
     shard_dim: int = 0
+    home: str = ""
 
     @classmethod
     def of(cls, node: fx.Node) -> ReduceGrad:
@@ -64,6 +67,7 @@ class ReduceReplicas(NamedTuple):
     reduce_dtype: torch.dtype
     grad_dtype: torch.dtype
     divide_factor: float | None = None
+    home: str = ""
 
     @classmethod
     def of(cls, node: fx.Node) -> ReduceReplicas:

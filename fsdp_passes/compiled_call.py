@@ -19,6 +19,7 @@ from fsdp_passes.eager_backward import gradient_sinks, queue_end_of_backward, wa
 from fsdp_passes.errors import StaleParametersError
 from fsdp_passes.gather_ops import await_left_behind
 from fsdp_passes.gathering import forget_whole_gradients, release_on_demand, undo_interrupted
+from fsdp_passes.gradients import write_at_home
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import FsdpParameter, GradientSink, fsdp_parameter_of
@@ -65,14 +66,16 @@ class HandOut(torch.autograd.Function):
             if now._version != version:  # the backward has gathered what was written
                 raise StaleParametersError(param.unit.display_name)
         first = ctx.first_whole
-        reduced = [
+        reduced: list[torch.Tensor | None] = [
             *grads[:first],
             *_reduce_behind_graph(ctx.params[first:], grads[first:], ctx.next_functions[first:], ctx.suffix),
         ]
-        results: list[DTensor | None] = []
-        for param, now, grad in zip(ctx.params, sharded, reduced, strict=True):
+        for index, (param, grad) in enumerate(zip(ctx.params, reduced, strict=True)):
             if grad is not None and param.local_rows != param.rows_per_rank:
-                grad = grad[: param.local_rows]
+                reduced[index] = grad[: param.local_rows]
+        _leave_at_home(ctx.params, reduced, ctx.next_functions)
+        results: list[DTensor | None] = []
+        for now, grad in zip(sharded, reduced, strict=True):
             results.append(None if grad is None else make_dtensor(grad, now))
         return None, None, None, *results
 
@@ -103,6 +106,31 @@ def _reduce_behind_graph(
     # They stay on the wire while the next graph computes; those before them have had this graph's time.
     context.finish_reductions(num_late)
     return [None] * len(params)
+
+
+def _leave_at_home(
+    params: Sequence[FsdpParameter], grads: list[torch.Tensor | None], receivers: Sequence[tuple[Any, int]]
+) -> None:
+    """Gradients of offloaded parameters, which the graph has sent to the CPU: they are taken out of `grads`, and
+    written when the backward has ended. Autograd would read them on the host before they have come.
+
+    Autograd runs this on the thread of the CPU's nodes, beside the one that queues the device's work.
+
+    `receivers`: as for `_reduce_behind_graph`, and where that returns gradients, the host waits for them here.
+    """
+    at_home = [i for i, grad in enumerate(grads) if grad is not None and params[i].home is not None]
+    if not at_home:
+        return
+    context = params[at_home[0]].unit.context
+    if not all(writes_gradient(receivers[i][0]) for i in at_home) or any(
+        has_gradient_hooks(params[i].sharded_param) for i in at_home
+    ):
+        context.offloading.await_sent()
+        return
+    queue_end_of_backward(context)
+    write_at_home([params[i] for i in at_home], [grad for i in at_home if (grad := grads[i]) is not None])
+    for i in at_home:
+        grads[i] = None
 
 
 class CompiledCall:
@@ -147,6 +175,7 @@ class CompiledCall:
             for needs_grad, sink in zip(self.requires_grad, self.sinks, strict=True)
         ]
         self._reduced = [index for index, is_reduced in enumerate(self._is_reduced) if is_reduced]
+        self._is_offloaded = any(use.param.home is not None for use in uses)
         self.stand_in = stand_in
         self._has_two_groups = not settings.unify_communication_stream
 
@@ -185,8 +214,10 @@ class CompiledCall:
             raise
         finally:
             close_regions_above(depth)
-        if is_watched:
+        if is_watched or self._is_offloaded:
             watch_backward(context, outputs)
+        if self._is_offloaded and not is_in_backward() and not context.is_in_forward():
+            context.offloading.await_reads()  # the caller may write the shards now
         return outputs
 
     def _fits(self, params: list[FsdpParameter], sharded: list[nn.Parameter]) -> bool:

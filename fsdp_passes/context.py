@@ -19,6 +19,7 @@ from fsdp_passes._torch_compat import group_timeout_s, register_group_alias
 from fsdp_passes.errors import CollectiveError, DeviceError, PhaseError
 from fsdp_passes.lookahead import LookAhead
 from fsdp_passes.mesh import replica_group, shard_group
+from fsdp_passes.offload import Offloading
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.regions import pop_region, push_region
 from fsdp_passes.unit import FsdpUnit
@@ -92,6 +93,7 @@ class FsdpContext:
         finished_backward: units whose gradients are all reduced in the running backward.
         on_demand: units that were gathered for eager code behind a graph break.
         lookahead: the order of graphs and eager units, and the gathers that were started ahead of graphs.
+        offloading: copies of shards and gradients that live on the CPU.
         is_last_backward: whether a backward ends with a wait for its reductions; else the next one waits for them.
         is_grad_enabled: whether gradients were enabled where the running compiled graph was called.
     """
@@ -108,6 +110,7 @@ class FsdpContext:
         self.on_demand: list[FsdpUnit] = []
         self.finished_backward: list[FsdpUnit] = []
         self.lookahead = LookAhead()
+        self.offloading = Offloading()
         self.is_grad_enabled = True
         self.is_last_backward = True
         # All-gathers and reduce-scatters are serialized on one stream, so that their temporary buffers belong to one
@@ -273,6 +276,7 @@ class FsdpContext:
                 following = self.started_reductions.popleft()(not self.is_backward_callback_queued)
                 if following is not None:
                     self.started_reductions.append(following)
+        self.offloading.land(is_wanted=not self.is_backward_callback_queued)
         self.is_backward_callback_queued = False
         self.finished_backward.clear()
         self._backward_region = None

@@ -188,6 +188,7 @@ def _end_forward(unit: FsdpUnit, output: Any) -> None:
             release(owner)
     if not context.is_in_forward():
         context.drain_delayed_releases(0)
+        context.offloading.await_reads()  # the caller may write the shards now
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -228,5 +229,6 @@ def _gather_on_demand(unit: FsdpUnit) -> None:
     finish_gather(unit)
     for param in unit.params:
         watch_gradient(param)
+    unit.context.offloading.await_reads()  # nobody sees when this forward ends
     if unit not in unit.context.on_demand:
         unit.context.on_demand.append(unit)

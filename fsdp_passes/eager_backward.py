@@ -151,7 +151,9 @@ def _end_backward(context: FsdpContext) -> None:
     if context.is_last_backward:
         context.finish_reductions(0)
         _reduce_what_waits_for_replicas(context)
+        context.offloading.land()
     context.drain_delayed_releases(0)
+    context.offloading.await_reads()  # an optimizer may write the shards now
 
 
 def _reduce_what_waits_for_replicas(context: FsdpContext) -> None:

@@ -116,6 +116,18 @@ class DeviceError(FsdpError, ValueError):
         )
 
 
+class OffloadedDeviceError(FsdpError, RuntimeError):
+    """The shards of an offloaded parameter were moved to a device."""
+
+    def __init__(self, parameter: str, found: str) -> None:
+        super().__init__(
+            f"{parameter}: expected its shards on the CPU, as offload_policy=CPUOffloadPolicy() has it, found them on "
+            f"{found}. Gathered parameters and buffers are on the device by themselves: move the model back with "
+            "model.to('cpu'), initialize it with to_empty(device='cpu') or load a state dict that is on the CPU; or "
+            "leave offload_policy out."
+        )
+
+
 class NoForwardError(FsdpError, ValueError):
     """A container without a forward was to become a unit."""
 

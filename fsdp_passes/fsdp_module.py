@@ -24,6 +24,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait until the parameters are whole; on CUDA the current stream waits, not the host."""
         finish_gather(self._unit)
+        self._unit.context.offloading.await_reads()  # the caller may write the shards now
 
 
 class FsdpModule(UnsupportedMethods):
@@ -39,9 +40,10 @@ class FsdpModule(UnsupportedMethods):
         unit = _own_unit(self)
         start_gather(unit)
         unit.is_held = True
+        handle = UnshardHandle(unit)
         if async_op:
-            return UnshardHandle(unit)
-        finish_gather(unit)
+            return handle
+        handle.wait()
         return None
 
     def reshard(self) -> None:

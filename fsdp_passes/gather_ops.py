@@ -26,6 +26,7 @@ from fsdp_passes._torch_compat import (
 )
 from fsdp_passes.errors import CollectiveError
 from fsdp_passes.lookahead import Entry
+from fsdp_passes.offload import fetch
 from fsdp_passes.ops import c10d, library
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import ALL_GATHER_REGION, label_owner
@@ -73,17 +74,65 @@ def await_left_behind(error: BaseException, values: Iterable[Any] = ()) -> None:
                 c10d.wait_tensor(value)
 
 
-def _start(shards: list[Tensor], world_size: int, group_name: str, dtype: torch.dtype, packed: bool) -> list[Tensor]:
+def _start(
+    shards: list[Tensor],
+    world_size: int,
+    group_name: str,
+    dtype: torch.dtype,
+    packed: bool,
+    device: torch.device | None,
+    unit: FsdpUnit | None,
+) -> list[Tensor]:
     """Start the collective. The results are undefined until `wait_tensor` was called on each.
 
     The casts belong to this operator and not to the graph: all of them are one kernel, and a compiler that owned the
-    cast shards could give their memory away while the collective still reads it.
+    cast shards could give their memory away while the collective still reads it. So do copies to the device.
     """
-    inputs = _to_send(shards, dtype, packed)
+    if device is not None and unit is not None:
+        fetched, work = _fetch_and_start(unit.context, shards, world_size, group_name, dtype, packed, device)
+        for tensor in fetched:
+            register_work(tensor, work)  # for the graph's `wait_tensor`
+        return fetched
+    inputs = _to_send(shards if device is None else fetch(shards, device), dtype, packed)
     if packed:
         return [c10d.all_gather_into_tensor(inputs[0], world_size, group_name)]
     gathered: list[Tensor] = c10d.all_gather_into_tensor_coalesced(inputs, world_size, group_name)
     return gathered
+
+
+def _fetch_and_start(
+    context: FsdpContext,
+    shards: list[Tensor],
+    world_size: int,
+    group_name: str,
+    dtype: torch.dtype,
+    packed: bool,
+    device: torch.device,
+) -> tuple[list[Tensor], Any]:
+    """Copy shards from the CPU to the device and gather them there, on the communication stream.
+
+    The copies wait for the gather before them and for no compute: the host wrote the shards before it came here. The
+    gather itself waits for the compute that was queued before it, as every start does, which may still read the memory
+    that it is given. Returns the results, which belong to the current stream, and the work to wait for.
+    """
+    with context.on_communication_stream(device):
+        inputs = _to_send(fetch(shards, device), dtype, packed)
+        context.offloading.note_reads(device)
+    gathered = _room_for(inputs, world_size)
+    computed = context.record_compute(device)
+    with context.on_communication_stream(device):
+        if computed is not None:
+            torch.cuda.current_stream(device).wait_event(computed)
+        work = all_gather_coalesced(gathered, inputs, group_of(group_name))
+        if computed is not None:
+            # NCCL gathers on a stream of its own. The memory of `inputs` belongs to this one, which must not copy the
+            # next shards into it before they are sent.
+            work.wait()
+    return gathered, work
+
+
+def _room_for(inputs: list[Tensor], world_size: int) -> list[Tensor]:
+    return [one.new_empty((one.shape[0] * world_size, *one.shape[1:])) for one in inputs]
 
 
 def _to_send(shards: list[Tensor], dtype: torch.dtype, packed: bool) -> list[Tensor]:
@@ -101,9 +150,16 @@ def _to_send(shards: list[Tensor], dtype: torch.dtype, packed: bool) -> list[Ten
 
 
 def _all_gather(
-    shards: list[Tensor], label: Tensor | None, world_size: int, group_name: str, dtype: torch.dtype, packed: bool
+    shards: list[Tensor],
+    label: Tensor | None,
+    world_size: int,
+    group_name: str,
+    dtype: torch.dtype,
+    packed: bool,
+    device: torch.device | None = None,
 ) -> list[Tensor]:
-    return _start(shards, world_size, group_name, dtype, packed)
+    unit = None if device is None or label is None else _unit_of(label)
+    return _start(shards, world_size, group_name, dtype, packed, device, unit)
 
 
 def _all_gather_ahead(
@@ -115,11 +171,12 @@ def _all_gather_ahead(
     packed: bool,
     is_backward: bool,
     is_hidden: bool,
+    device: torch.device | None = None,
 ) -> list[Tensor]:
     unit = _unit_of(label)
     params = _params_of(unit, shards) if unit is not None else ()
     if unit is None or not params:
-        return _start(shards, world_size, group_name, dtype, packed)
+        return _start(shards, world_size, group_name, dtype, packed, device, unit)
     request = GatherRequest(params, world_size, group_name, dtype, packed)
     _enter(unit, request, is_backward, is_hidden)
     copies = None if packed else _copies_of_gathered(unit, params)
@@ -134,7 +191,7 @@ def _all_gather_ahead(
                 register_work(tensor, found.work)  # from here on, the graph's `wait_tensor` waits for it
             return found.gathered
         _drop(request, found)  # an optimizer stepped in between
-    return _start(shards, world_size, group_name, dtype, packed)
+    return _start(shards, world_size, group_name, dtype, packed, device, unit)
 
 
 def _unit_of(label: Tensor) -> FsdpUnit | None:
@@ -184,9 +241,14 @@ def _start_ahead(unit: FsdpUnit, requests: list[GatherRequest]) -> None:
         for request in requests:
             shards = [param.shard() for param in request.params]
             versions = [param.values_version for param in request.params]
-            inputs = _to_send(shards, request.dtype, request.packed)
-            gathered = [one.new_empty((one.shape[0] * request.world_size, *one.shape[1:])) for one in inputs]
-            work = all_gather_coalesced(gathered, inputs, group_of(request.group_name))
+            how = (request.world_size, request.group_name, request.dtype, request.packed)
+            if request.params[0].home is not None:
+                device = request.params[0].placeholder.device
+                gathered, work = _fetch_and_start(unit.context, shards, *how, device)
+            else:
+                inputs = _to_send(shards, request.dtype, request.packed)
+                gathered = _room_for(inputs, request.world_size)
+                work = all_gather_coalesced(gathered, inputs, group_of(request.group_name))
             unit.context.lookahead.started[request] = StartedGather(versions, gathered, work)
 
 
@@ -209,8 +271,9 @@ def _start_next_graph(label: Tensor) -> None:
 
 
 _SHARED = "Tensor[] shards, Tensor? label, int world_size, str group_name, ScalarType dtype, bool packed"
-library.define(f"all_gather({_SHARED}) -> Tensor[]")
-library.define(f"all_gather_ahead({_SHARED}, bool is_backward, bool is_hidden) -> Tensor[]")
+# `device`: where to gather shards that live on the CPU.
+library.define(f"all_gather({_SHARED}, Device? device=None) -> Tensor[]")
+library.define(f"all_gather_ahead({_SHARED}, bool is_backward, bool is_hidden, Device? device=None) -> Tensor[]")
 # Declared to write the label, like a region, so that no compiler removes it.
 library.define("start_next_graph(Tensor(a!) label) -> ()")
 library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
@@ -227,10 +290,12 @@ def _fake(
     packed: bool,
     is_backward: bool = False,
     is_hidden: bool = False,
+    device: torch.device | None = None,
 ) -> list[Tensor]:
+    shapes = [(shard.shape[0] * world_size, *shard.shape[1:]) for shard in shards]
     if packed:
-        return [shards[0].new_empty(world_size * sum(shard.numel() for shard in shards), dtype=dtype)]
-    return [shard.new_empty((shard.shape[0] * world_size, *shard.shape[1:]), dtype=dtype) for shard in shards]
+        shapes = [(world_size * sum(shard.numel() for shard in shards),)]
+    return [shards[0].new_empty(shape, dtype=dtype, device=device or shards[0].device) for shape in shapes]
 
 
 torch.library.register_fake("fsdp_passes::all_gather", _fake, lib=library)

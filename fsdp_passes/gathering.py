@@ -15,6 +15,7 @@ from fsdp_passes.errors import CollectiveError
 from fsdp_passes.gather_ops import GatherRequest, drop_started
 from fsdp_passes.lookahead import Entry
 from fsdp_passes.mesh import shard_group
+from fsdp_passes.offload import fetch
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import ALL_GATHER_REGION, close_regions_above
 from fsdp_passes.starts import starting
@@ -31,7 +32,7 @@ def start_gather(unit: FsdpUnit) -> None:
         return
     unit.check_group()
     finish_gather(unit)  # an older gather may still write into the same storage
-    context, device = unit.context, unit.params[0].shard().device
+    context, device = unit.context, unit.params[0].placeholder.device
     context.check_device(unit, device)
     # At most the unit that computes and the one that is gathered now are whole.
     context.drain_delayed_releases(0)
@@ -51,11 +52,13 @@ def start_gather(unit: FsdpUnit) -> None:
                 for params in _by_dtype(unit.params):
                     kept = [param.kept_part if is_kept else None for param in params]
                     inputs = [
-                        param.shard().to(param.param_dtype) if part is None else part
+                        fetch([param.shard()], device)[0].to(param.param_dtype) if part is None else part
                         for param, part in zip(params, kept, strict=True)
                     ]
                     outputs = [param.gather_buffer(part) for param, part in zip(params, kept, strict=True)]
                     gathers.append((params, outputs, all_gather_coalesced(outputs, inputs, group)))
+            if unit.params[0].home is not None:
+                context.offloading.note_reads(device)
             if stream is not None:
                 _complete(gathers)  # the communication stream waits, not the host: NCCL runs on a stream of its own
     except BaseException as error:

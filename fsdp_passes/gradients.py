@@ -31,12 +31,34 @@ def keep_until_read(tensors: Sequence[torch.Tensor]) -> None:
 def write_gradients(
     params: Sequence[FsdpParameter], reduced: Sequence[torch.Tensor], division: GradientDivision
 ) -> None:
-    """Scale reduced gradients, of `rows_per_rank` rows, in place and add them to the sharded parameters' `.grad`."""
+    """Scale reduced gradients, of `rows_per_rank` rows, in place and add them to the sharded parameters' `.grad`.
+
+    Those of offloaded parameters, all of one unit, are sent to the CPU and added when the backward has ended.
+    """
     with torch.no_grad():
+        grads = []
         for param, output in zip(params, reduced, strict=True):
             if division.after != 1.0:
                 output.mul_(division.after)
-            accumulate_gradient(param.sharded_param, output[: param.local_rows].to(param.orig_dtype))
+            grads.append(output[: param.local_rows].to(param.orig_dtype))
+        home = params[0].home
+        if home is not None:
+            write_at_home(params, params[0].unit.context.offloading.send(grads, pinned=home.pinned))
+            return
+        for param, grad in zip(params, grads, strict=True):
+            accumulate_gradient(param.sharded_param, grad)
+
+
+def write_at_home(params: Sequence[FsdpParameter], grads: Sequence[torch.Tensor]) -> None:
+    """Add gradients of offloaded parameters of one root, this rank's rows, to `.grad` when the backward has ended and
+    they have come to the CPU."""
+
+    def write() -> None:
+        with torch.no_grad():
+            for param, grad in zip(params, grads, strict=True):
+                accumulate_gradient(param.sharded_param, grad)
+
+    params[0].unit.context.offloading.land_later(write)
 
 
 def accumulate_gradient(param: torch.Tensor, local: torch.Tensor) -> None:

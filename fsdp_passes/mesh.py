@@ -63,15 +63,19 @@ def placements_on(mesh: DeviceMesh, placement: Placement) -> list[Placement]:
 
 def send_to_replicas(tensors: Iterable[torch.Tensor], mesh: DeviceMesh) -> None:
     """Overwrite `tensors` with those of the first replica. Every rank of the mesh calls it with as many tensors of the
-    same shapes; meta tensors have nothing to send."""
+    same shapes; meta tensors have nothing to send. Those that are not on the mesh's devices travel one by one, through
+    a copy there: the group need not have a backend for others."""
     group = replica_group(mesh)
     if group is None:
         return
-    works = [
-        dist.broadcast(tensor, group=group, group_src=0, async_op=True)
-        for tensor in tensors
-        if tensor.device.type != "meta"
-    ]
+    works = []
+    for tensor in tensors:
+        if tensor.device.type == mesh.device_type:
+            works.append(dist.broadcast(tensor, group=group, group_src=0, async_op=True))
+        elif tensor.device.type != "meta":
+            copy = tensor.to(mesh.device_type)
+            dist.broadcast(copy, group=group, group_src=0)
+            tensor.copy_(copy)
     for work in works:
         assert work is not None
         work.wait()

@@ -81,6 +81,8 @@ def unshard(
     kept_world_size: int = 0,
     kept_group_name: str = "",
     shard_dim: int = 0,
+    device: torch.device | None = None,
+    pinned: bool = False,
 ) -> Tensor:
     """Gather a parameter.
 
@@ -107,11 +109,14 @@ def unshard(
             over all.
         kept_group_name: the group of these ranks.
         shard_dim: the dimension along which `shard` is a part of the parameter.
+        device: where to gather, of a shard that lives on the CPU, as its gradient does; None: where the shard is.
+        pinned: whether that gradient is in page-locked memory.
 
     Returns:
         The parameter, shape (rows, *rest), in `param_dtype`.
     """
-    gathered = c10d.all_gather_into_tensor(shard.to(param_dtype).contiguous(), world_size, group_name)
+    shard = shard.to(device or shard.device).to(param_dtype).contiguous()
+    gathered = c10d.all_gather_into_tensor(shard, world_size, group_name)
     return whole_from_gathered(c10d.wait_tensor(gathered), world_size, shard_dim)[:rows].clone()
 
 
@@ -120,7 +125,18 @@ def _(*args: Any) -> Tensor:
     call = Unshard(*args)
     shape = list(call.shard.shape)
     shape[call.shard_dim] *= call.world_size
-    return call.shard.new_empty((call.rows, *shape[1:]), dtype=call.param_dtype)  # type: ignore[no-any-return]
+    device = call.device or call.shard.device
+    return call.shard.new_empty((call.rows, *shape[1:]), dtype=call.param_dtype, device=device)  # type: ignore[no-any-return]
+
+
+# Where the gradients of offloaded parameters go: the CPU's memory, page-locked or not.
+HOME = "cpu"
+PINNED_HOME = "cpu:pinned"
+
+
+def _device_of_result(call: ReduceGrad | ReduceReplicas) -> torch.device:
+    device: torch.device = call.grad.device
+    return torch.device("cpu") if call.home else device
 
 
 @torch.library.custom_op("fsdp_passes::reduce_grad", mutates_args=())
@@ -134,6 +150,7 @@ def reduce_grad(
     grad_dtype: torch.dtype,
     divide_factor: float | None = None,
     shard_dim: int = 0,
+    home: str = "",
 ) -> Tensor:
     """Average a gradient over the ranks and keep this rank's rows.
 
@@ -146,6 +163,7 @@ def reduce_grad(
         grad_dtype: dtype of the result.
         divide_factor: what the sum is divided by; None: the number of ranks, which gives the mean.
         shard_dim: the dimension along which this rank keeps a part, which the ranks divide unless it is 0.
+        home: where the result goes: "" for the device that reduces, `HOME` or `PINNED_HOME` for the CPU.
 
     Returns:
         The divided sum over the ranks of the padded rows of this rank, shape (ceil(rows / world_size), *rest); or of
@@ -157,7 +175,8 @@ def reduce_grad(
     padded[: grad.shape[0]] = grad
     division = gradient_division(world_size, reduce_dtype, divide_factor, averages=group_averages(group_name))
     reduced = c10d.reduce_scatter_tensor(padded * division.before, division.reduce_op, world_size, group_name)
-    return (c10d.wait_tensor(reduced) * division.after).to(grad_dtype)
+    result = (c10d.wait_tensor(reduced) * division.after).to(grad_dtype)
+    return result.to("cpu") if home else result
 
 
 @reduce_grad.register_fake
@@ -165,7 +184,7 @@ def _(*args: Any) -> Tensor:
     call = ReduceGrad(*args)
     shape = list(call.grad.shape)
     shape[call.shard_dim] = -(-shape[call.shard_dim] // call.world_size)
-    return call.grad.new_empty(shape, dtype=call.grad_dtype)  # type: ignore[no-any-return]
+    return call.grad.new_empty(shape, dtype=call.grad_dtype, device=_device_of_result(call))  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("fsdp_passes::reduce_replicas", mutates_args=())
@@ -178,6 +197,7 @@ def reduce_replicas(
     reduce_dtype: torch.dtype,
     grad_dtype: torch.dtype,
     divide_factor: float | None = None,
+    home: str = "",
 ) -> Tensor:
     """Average a reduced gradient over the ranks that hold the same rows.
 
@@ -189,19 +209,21 @@ def reduce_replicas(
         reduce_dtype: dtype on the wire and of the sum.
         grad_dtype: dtype of the result.
         divide_factor: what the sum is divided by; None: the number of replicas, which gives the mean.
+        home: as for `reduce_grad`.
 
     Returns:
         The divided sum over the replicas, in `grad`'s shape.
     """
     division = gradient_division(num_replicas, reduce_dtype, divide_factor, averages=group_averages(group_name))
     reduced = c10d.all_reduce(grad.to(reduce_dtype) * division.before, division.reduce_op, group_name)
-    return (c10d.wait_tensor(reduced) * division.after).to(grad_dtype)
+    result = (c10d.wait_tensor(reduced) * division.after).to(grad_dtype)
+    return result.to("cpu") if home else result
 
 
 @reduce_replicas.register_fake
 def _(*args: Any) -> Tensor:
     call = ReduceReplicas(*args)
-    return call.grad.new_empty(call.grad.shape, dtype=call.grad_dtype)  # type: ignore[no-any-return]
+    return call.grad.new_empty(call.grad.shape, dtype=call.grad_dtype, device=_device_of_result(call))  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("fsdp_passes::keep_part", mutates_args=())
@@ -238,14 +260,17 @@ def _reduced(call: Unshard, sink: str, grad: Tensor, orig_dtype: torch.dtype) ->
     is_averaged_again = sink == "shard" and call.num_replicas > 1
     # What is reduced once more has the reduction's dtype until then.
     dtype = orig_dtype if sink == "shard" and not is_averaged_again else call.reduce_dtype
+    home = "" if sink != "shard" or call.device is None else PINNED_HOME if call.pinned else HOME
+    at_home: dict[str, Any] = {"home": home} if home else {}
     factor = () if call.divide_factor is None else (call.divide_factor,)
     more = (call.divide_factor, call.shard_dim) if call.shard_dim else factor
     where = (call.label, call.unit)
-    grad = REDUCE_GRAD(grad, *where, call.world_size, call.reduce_group_name, call.reduce_dtype, dtype, *more)
+    first: dict[str, Any] = {} if is_averaged_again else at_home
+    grad = REDUCE_GRAD(grad, *where, call.world_size, call.reduce_group_name, call.reduce_dtype, dtype, *more, **first)
     if is_averaged_again:
         # All of the division that the user has set is in the first reduction.
         replicas, dtypes = (call.num_replicas, call.replica_group_name), (call.reduce_dtype, orig_dtype)
-        grad = REDUCE_REPLICAS(grad, *where, *replicas, *dtypes, *((1.0,) if factor else ()))
+        grad = REDUCE_REPLICAS(grad, *where, *replicas, *dtypes, *((1.0,) if factor else ()), **at_home)
     return grad
 
 

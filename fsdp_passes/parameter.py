@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_passes._torch_compat import local_tensor, replace_local_tensor, without_version_bump
+from fsdp_passes.errors import OffloadedDeviceError
 from fsdp_passes.layout import TensorParallel, part_of, scattered_from_whole, sharded_dtensor, whole_from_gathered
 from fsdp_passes.mesh import num_replicas, num_shards, replica_group, shard_group, shard_index
+from fsdp_passes.offload import Home
 
 if TYPE_CHECKING:
     from fsdp_passes.unit import FsdpUnit
@@ -46,9 +48,12 @@ class FsdpParameter:
         mesh: DeviceMesh,
         mp_policy: MixedPrecisionPolicy,
         shard_dim: int = 0,
+        home: Home | None = None,
     ) -> None:
         self.name = name
         self.mesh = mesh
+        # None: shards are where the parameter is computed with.
+        self.home = home
         self.unit: FsdpUnit
         # Every (module, attribute) under which the parameter is known; more than one for tied parameters. The first
         # is where the current DTensor is read from, since `load_state_dict(assign=True)` and `to_empty` replace it.
@@ -74,7 +79,7 @@ class FsdpParameter:
         self._set_dtypes(param.dtype)
 
         rank = shard_index(mesh)
-        self.padded_local = part_of(values, self.world_size, rank, shard_dim)
+        self.padded_local = self._at_home(part_of(values, self.world_size, rank, shard_dim))
         self.shard_shape = self.padded_local.shape
         self.rows_per_rank = self.shard_shape[0]
         first = 0 if shard_dim else min(rank * self.rows_per_rank, self.rows)
@@ -83,7 +88,7 @@ class FsdpParameter:
         sharded = sharded_dtensor(local, self.full_shape, mesh, shard_dim, self.tensor_parallel)
         self.adopted_param = nn.Parameter(sharded, requires_grad=param.requires_grad)
         self._adopted_local: torch.Tensor | None = local_tensor(self.adopted_param)
-        self.placeholder = self._make_placeholder(param.device, param.requires_grad)
+        self.placeholder = self._make_placeholder(self._device_of_gathered(values.device), param.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FsdpParameter:
         """Another parameter with the same values, in the same group; nothing of it is gathered."""
@@ -163,12 +168,15 @@ class FsdpParameter:
     def _adopt(self, param: nn.Parameter) -> None:
         local = local_tensor(param)  # type: ignore[arg-type]
         self.num_adoptions += 1
-        padded = local.new_zeros(self.shard_shape)
+        if self.home is not None and local.device.type not in ("cpu", "meta"):
+            raise OffloadedDeviceError(self.qualified_name, str(local.device))
+        padded = self._at_home(local.new_zeros(self.shard_shape))
         padded[: self.local_rows].copy_(local.detach())
-        if local.device != self.placeholder.device or local.dtype != self.orig_dtype:
+        device = self._device_of_gathered(local.device)
+        if device != self.placeholder.device or local.dtype != self.orig_dtype:
             # The module moved (meta -> cuda, cpu -> cuda) or was cast: what Dynamo traces and guards must follow.
             self._set_dtypes(local.dtype)
-            self.placeholder = self._make_placeholder(local.device, param.requires_grad)
+            self.placeholder = self._make_placeholder(device, param.requires_grad)
         self.padded_local = padded
         with torch.no_grad():
             replace_local_tensor(param, padded[: self.local_rows])
@@ -176,6 +184,15 @@ class FsdpParameter:
         self.adopted_param = param
         for module, name in self.references:  # `to_empty` makes a new tensor for each reference of a tied parameter
             module._parameters[name] = param
+
+    def _at_home(self, padded: torch.Tensor) -> torch.Tensor:
+        """`padded` where shards live; itself where it is there already, and on meta, where there are no values."""
+        if self.home is None or padded.device.type == "meta" or (padded.device.type == "cpu" and not self.home.pinned):
+            return padded
+        return self.home.zeros(padded.shape, padded.dtype).copy_(padded)
+
+    def _device_of_gathered(self, shard_device: torch.device) -> torch.device:
+        return shard_device if self.home is None else self.home.computes_on(shard_device)
 
     def sync_requires_grad(self) -> bool:
         """Make the placeholder follow the sharded parameter. True when it had to be changed."""
@@ -213,6 +230,7 @@ class FsdpParameter:
                 self.replica_group_name,
                 self.shard_dim,
                 self.rows,
+                self.home,
                 *dtypes,
             )
         return self._graph_constants
@@ -248,7 +266,7 @@ class FsdpParameter:
         """Takes gradients that are not reduced over the replicas: a parameter of the padded shard's shape in the
         reduction's dtype without storage, whose `.grad` is their sum."""
         if self._partial is None:
-            data = torch.empty(self.padded_local.shape, dtype=self.reduce_dtype, device=self.padded_local.device)
+            data = torch.empty(self.padded_local.shape, dtype=self.reduce_dtype, device=self.placeholder.device)
             if data.device.type != "meta":
                 data.untyped_storage().resize_(0)
             self._partial = nn.Parameter(data)

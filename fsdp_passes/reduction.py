@@ -13,6 +13,7 @@ from fsdp_passes.context import FinishReduction
 from fsdp_passes.gradients import WriteGradients, keep_until_read, write_gradients
 from fsdp_passes.layout import scattered_from_whole
 from fsdp_passes.mesh import num_replicas, shard_group
+from fsdp_passes.offload import CPU
 from fsdp_passes.ops import GradientDivision, gradient_division, group_averages
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import REDUCE_SCATTER_REGION
@@ -66,7 +67,8 @@ def reduce_at_once(
 
     def keep(params: Sequence[FsdpParameter], outputs: Sequence[torch.Tensor], division: GradientDivision) -> None:
         for param, output in zip(params, outputs, strict=True):
-            reduced[param] = output.mul_(division.after).to(param.orig_dtype)
+            whole = output.mul_(division.after).to(param.orig_dtype)
+            reduced[param] = whole if param.home is None else whole.to(CPU)  # which waits for it
 
     reduce_late(unit, grads, group_suffix, keep)
     unit.context.drain_delayed_reductions(0)
@@ -166,6 +168,9 @@ class _Reduction:
                 # Another graph may add to the same `.grad`, which autograd does on the compute stream.
                 has_hooks = any(has_gradient_hooks(param.sharded_param) for param in self.params)
                 is_written = self.is_final and not has_hooks and not self.is_from_graph
+                if self.params[0].home is not None:
+                    # Sent to the CPU from here; hooks and other graphs' gradients meet it behind the backward.
+                    is_written = self.is_final and self.write is write_gradients
                 if is_written:
                     write_gradients(self.params, outputs, self.division)
                 done = torch.cuda.current_stream(device).record_event()

@@ -21,6 +21,7 @@ from fsdp_passes.errors import PickledModuleError
 from fsdp_passes.foreign import WHY_FOREIGN_GRAPHS_BREAK, is_traced_by_foreign_backend
 from fsdp_passes.fsdp_module import FsdpModule
 from fsdp_passes.mesh import shard_subgroup
+from fsdp_passes.offload import Home
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.scalar import FsdpScalar
 from fsdp_passes.sharding_plan import (
@@ -65,7 +66,8 @@ def fully_shard(
             dimension than 0 it must be divisible by the ranks, and gathers and reductions make a copy more.
         mp_policy: `param_dtype` is the dtype of gathered parameters (cast before the gather), `reduce_dtype` that of
             the gradient reduction. The gradient has the parameter's own dtype.
-        offload_policy: not supported yet.
+        offload_policy: `CPUOffloadPolicy(pin_memory=True)`: shards, their gradients and so the optimizer's state
+            are on the CPU, where it steps; buffers and what is gathered are on the mesh's device. By default all is.
         ignored_params: parameters to leave as they are.
         units: patterns of module paths, or one; each matching module becomes a unit first, the innermost first. "*"
             matches within one part of a path, "**" any number of parts. Patterns with wildcards pass over containers
@@ -86,8 +88,9 @@ def fully_shard(
     targets = [*match_units(module, [units] if isinstance(units, str) else units or ()), ("", module)]
     plans = plan_units(targets, mesh, ignored, shard_placement_fn)
     kept_group = shard_subgroup(mesh, kept_world_size) if kept_world_size else None
+    home = Home.of(offload_policy, mesh)
     for target, params in plans:
-        _make_unit(target, params, mesh, mp_policy, reshard, kept_group, ignored)
+        _make_unit(target, params, mesh, mp_policy, reshard, kept_group, ignored, home)
     return module
 
 
@@ -102,17 +105,19 @@ def _make_unit(
     reshard_after_forward: bool | None,
     kept_group: dist.ProcessGroup | None,
     ignored: set[nn.Parameter],
+    home: Home | None,
 ) -> None:
     context = FsdpContext()
     unit = FsdpUnit(module, mesh, mp_policy, reshard_after_forward, [], context, kept_group=kept_group)
     if mesh.device_type == "cuda":
-        _move_to_device(module, plan, ignored)
+        # Where whole parameters stay on the CPU, they need no room on the device even one unit at a time.
+        _move_to_device(module, plan if home is None else [p for p in plan if p.param.dim() == 0], ignored)
     for param, references, path, shard_dim in plan:
         fsdp_param: FsdpParameter | FsdpScalar
         if param.dim() == 0:
             unit.scalars.append(fsdp_param := FsdpScalar(param, path, mesh, mp_policy))
         else:
-            unit.params.append(fsdp_param := FsdpParameter(param, path, mesh, mp_policy, shard_dim))
+            unit.params.append(fsdp_param := FsdpParameter(param, path, mesh, mp_policy, shard_dim, home))
         fsdp_param.unit = unit
         for owner, name in references:
             _refer(owner, name, fsdp_param)

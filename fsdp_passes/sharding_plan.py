@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_passes._torch_compat import join_meshes, local_tensor
@@ -38,8 +38,9 @@ REPLACED_BY = "_fsdp_replaced_by"
 
 
 def check_arguments(offload_policy: Any, dp_mesh_dims: Any) -> None:
-    if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
-        raise UnsupportedArgumentError("offload_policy", offload_policy, "Leave it out: parameters stay on the device.")
+    if offload_policy is not None and type(offload_policy) not in (OffloadPolicy, CPUOffloadPolicy):
+        instead = "Pass CPUOffloadPolicy(), for shards on the CPU, or leave it out: parameters stay on the device."
+        raise UnsupportedArgumentError("offload_policy", offload_policy, instead)
     if dp_mesh_dims is not None:
         raise UnsupportedArgumentError(
             "dp_mesh_dims",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import fx
 
 from fsdp_passes._torch_compat import FakeTensorMode, detect_fake_mode
 from fsdp_passes.gather_ops import ALL_GATHER_AHEAD_OP, ALL_GATHER_OP
-from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
-from fsdp_passes.schedule import BUCKET_META, ROLE_META, Bucket
+from fsdp_passes.home_ops import SEND_HOME
+from fsdp_passes.ops import PINNED_HOME, REDUCE_GROUP_SUFFIX
+from fsdp_passes.schedule import BUCKET_META, FINISH, ROLE_META, Bucket
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -57,6 +59,16 @@ class BucketBuilder:
         if node.meta["val"].dtype == dtype:
             return node
         return self.call(role, prims.convert_element_type.default, node, dtype)
+
+    def send_home(self, grads: list[fx.Node], label: fx.Node | None, homes: list[str]) -> list[fx.Node]:
+        """Finished gradients where they belong: those with a home are sent to the CPU, together."""
+        results = list(grads)
+        for home in sorted(set(homes) - {""}):
+            chosen = [index for index, own in enumerate(homes) if own == home]
+            sent = self.call(FINISH, SEND_HOME, [grads[index] for index in chosen], label, home == PINNED_HOME)
+            for item, index in enumerate(chosen):
+                results[index] = self.call(FINISH, operator.getitem, sent, item)
+        return results
 
 
 def group_of_start(node: fx.Node) -> str | None:

@@ -73,8 +73,9 @@ def _shape(node: fx.Node) -> ShardedShape:
 def _start(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dtype, group_name: str, packed: bool) -> fx.Node:
     shards, first = [Unshard.of(node).shard for node in nodes], Unshard.of(nodes[0])
     name = f"all_gather_{builder.bucket.index}"
+    where = {} if first.device is None else {"device": first.device}
     return builder.call(
-        START, ALL_GATHER_OP, shards, first.label, first.world_size, group_name, dtype, packed, name=name
+        START, ALL_GATHER_OP, shards, first.label, first.world_size, group_name, dtype, packed, name=name, **where
     )
 
 

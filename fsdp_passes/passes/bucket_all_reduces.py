@@ -47,6 +47,8 @@ def bucket_all_reduces(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
         with graph.inserting_before(last):
             lower = _reduce_packed if bucket_mode == "packed" else _reduce_coalesced
             results = lower(builder, nodes, group_name)
+            calls = [ReduceReplicas.of(node) for node in nodes]
+            results = builder.send_home(results, calls[0].label, [call.home for call in calls])
         for node, result in zip(nodes, results, strict=True):
             node.replace_all_uses_with(result)
             graph.erase_node(node)

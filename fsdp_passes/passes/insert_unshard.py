@@ -85,8 +85,9 @@ def _gradient_arguments(use: ParameterUse, sink: fx.Node | None) -> list[Any]:
     whole, partial = (sink, None) if use.sink is GradientSink.WHOLE else (None, sink)
     replicas = [1, ""] if sink is not None else [param.num_replicas, param.replica_group_name]
     kept = [0, ""] if unit.kept_group is None else [unit.kept_world_size, unit.kept_group.group_name]
-    arguments: list[Any] = [unit.divide_factor, whole, partial, *replicas, *kept, param.shard_dim]
-    defaults: list[Any] = [None, None, None, 1, "", 0, "", 0]
+    home = [None, False] if param.home is None else [param.placeholder.device, param.home.pinned]
+    arguments: list[Any] = [unit.divide_factor, whole, partial, *replicas, *kept, param.shard_dim, *home]
+    defaults: list[Any] = [None, None, None, 1, "", 0, "", 0, None, False]
     while arguments and (arguments[-1] is None or (arguments[-1] == defaults[len(arguments) - 1])):
         arguments.pop()
     return arguments

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp_passes import errors, fully_shard, overlap_fsdp
@@ -132,7 +132,7 @@ class TestFullyShard:
     @pytest.mark.parametrize(
         ("argument", "value"),
         [
-            ("offload_policy", CPUOffloadPolicy()),
+            ("offload_policy", "cpu"),
             ("dp_mesh_dims", ("shard",)),
         ],
     )
