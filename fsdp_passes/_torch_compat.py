@@ -308,7 +308,8 @@ def scheduled_fx_nodes() -> Sequence[fx.Node]:
 
 
 def scheduler_node_kind(snode: Any) -> str:
-    """'collective', 'wait', 'region', 'compute' or 'none' (nothing runs) for one of Inductor's scheduler nodes."""
+    """'collective', 'wait', 'region', 'copy' (of gradients to the CPU), 'compute' or 'none' (nothing runs) for one of
+    Inductor's scheduler nodes."""
     inner = getattr(snode, "node", None)
     if isinstance(inner, ir.MultiOutput | ir.NopKernel):
         return "none"
@@ -319,6 +320,8 @@ def scheduler_node_kind(snode: Any) -> str:
     overload = getattr(inner, "op_overload", None)
     if "await_collective" in str(overload):
         return "none"  # it names the wait behind it, and waits ahead of it
+    if "send_home" in str(overload):
+        return "copy"
     if overload is not None and str(getattr(overload, "namespace", "")) == "fsdp_passes":
         return "collective" if "all_gather" in str(overload) else "region"
     return "compute"

@@ -1,11 +1,10 @@
-"""`offload_policy=CPUOffloadPolicy()`: shards and gradients at home on the CPU. On a mesh of CPUs the copies are nothing,
-and all else is as with a device: what is gathered, sent home, waited for and written, and when."""
+"""`offload_policy=CPUOffloadPolicy()`: shards and gradients at home on the CPU. On a mesh of CPUs the copies are
+nothing, and all else is as with a device: what is gathered, sent home, waited for and written, and when."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from fsdp_passes.errors import ScheduleWarning
 from fsdp_passes.home_ops import SEND_HOME
 from fsdp_passes.pipeline import record_compilations
 from fsdp_passes.unit import unit_of
-from tests.distributed.checks import call_of, compiled
+from tests.distributed.checks import call_of
 from tests.models import Transformer, token_batches
 from tests.ranks import RankPool
 from tests.training import assert_same, build, my_share, train
@@ -61,3 +60,104 @@ def test_offloaded_parameters_train_as_unsharded_and_fsdp2(two_ranks: RankPool, 
 @pytest.mark.parametrize("way", ["aot_eager", "fallback"])
 def test_offloaded_fp32_parameters_compute_in_bf16_as_fsdp2(two_ranks: RankPool, way: str) -> None:
     two_ranks.run(f"{HERE}:trains", way=way, mixed=True)
+
+
+def replicas_wait_for_one_all_reduce(way: str) -> None:
+    """2 x 2 ranks, three micro-batches: two reduced over the shards only, then all of them over the replicas; then two
+    whole ones without any sync and a third."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, reference = build(lambda: Transformer(layers=2, hidden=61))
+    fully_shard(model, mesh=mesh, units=["layers.*"], offload_policy=CPUOffloadPolicy(), reshard_after_forward=True)
+    call = call_of(model, way)
+    batches = token_batches(3, 4, 8)
+    for switch in (model.set_requires_all_reduce, model.set_requires_gradient_sync):
+        for index, batch in enumerate(batches):
+            switch(index == 2)
+            call(*my_share(batch)).backward()
+            assert (model.head.weight.grad is None) == (index < 2)
+            reference(*batch).backward()
+        _assert_same_grads(model, reference)
+        for each in (model, reference):
+            each.zero_grad()
+
+
+def gradients_add_up_over_steps(way: str) -> None:
+    """On the CPU, in `.grad`, which two backwards and a fourth of the ranks' parts reach."""
+    model, reference = build(lambda: Transformer(layers=2, hidden=61, tied=True))
+    for each in (model, reference):
+        each.layers[0].up.weight.requires_grad_(False)
+    fully_shard(model, units=["layers.*"], offload_policy=CPUOffloadPolicy(), reshard_after_forward=2)
+    call = call_of(model, way)
+    for batch in token_batches(2, 4, 8):
+        call(*my_share(batch)).backward()
+        reference(*batch).backward()
+    _assert_same_grads(model, reference)
+    assert model.layers[0].up.weight.grad is None
+
+
+def layers_compiled_alone(way: str) -> None:
+    model, reference = build(lambda: Transformer(layers=3, hidden=61))
+    fully_shard(model, units=["layers.*"], offload_policy=CPUOffloadPolicy())
+    for layer in model.layers:
+        layer.forward = call_of(layer.forward, way)
+    batches = token_batches(3, 4, 8)
+    assert_same(train(model, batches, sharded=True), train(reference, batches, sharded=False))
+
+
+def _assert_same_grads(model: nn.Module, reference: nn.Module) -> None:
+    expected = dict(reference.named_parameters())
+    for name, param in model.named_parameters():
+        grad, other = param.grad, expected[name].grad
+        assert (grad is None) == (other is None), name
+        if grad is not None:
+            torch.testing.assert_close(grad.full_tensor(), other, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+CASES = ["replicas_wait_for_one_all_reduce", "gradients_add_up_over_steps", "layers_compiled_alone"]
+
+
+@pytest.mark.parametrize("way", ["aot_eager", "fallback"])
+@pytest.mark.parametrize("case", CASES)
+def test_offload_composes_with(four_ranks: RankPool, case: str, way: str) -> None:
+    four_ranks.run(f"{HERE}:{case}", way=way)
+
+
+def gradients_land_behind_the_backward(way: str) -> None:
+    """Hooks see each gradient once, complete, when all of the backward has run; those of a backward that raised are
+    never seen. `torch.autograd.grad` returns them at once."""
+    model, reference = build(lambda: Transformer(layers=2))
+    fully_shard(model, units=["layers.*"], offload_policy=CPUOffloadPolicy())
+    call = call_of(model, way)
+    (batch,) = token_batches(1, 4, 8)
+    loss = call(*my_share(batch))
+    landed = unit_of(model).context.offloading
+    loss.register_hook(_raise)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    call(*my_share(batch)).backward()
+    reference(*batch).backward()
+    _assert_same_grads(model, reference)
+    assert not landed._landing
+    model.zero_grad()
+    if way != "fallback":
+        found = torch.autograd.grad(call(*my_share(batch)), list(model.parameters()))
+        for grad, param in zip(found, reference.parameters(), strict=True):
+            torch.testing.assert_close(grad.full_tensor(), param.grad, rtol=0, atol=1e-5)
+        assert all(param.grad is None for param in model.parameters())
+    seen: list[tuple[str, torch.Tensor]] = []
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda p, n=name: seen.append((n, p.grad.full_tensor())))
+    call(*my_share(batch)).backward()
+    assert sorted(name for name, _ in seen) == sorted(name for name, _ in model.named_parameters())
+    expected = dict(reference.named_parameters())
+    for name, grad in seen:
+        torch.testing.assert_close(grad, expected[name].grad, rtol=0, atol=1e-5)
+
+
+def _raise(_: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("way", ["aot_eager", "fallback"])
+def test_offloaded_gradients_reach_hooks_once_and_complete(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:gradients_land_behind_the_backward", way=way)
