@@ -16,7 +16,7 @@ from fsdp_passes.errors import OffloadedDeviceError
 from fsdp_passes.gather_ops import ALL_GATHER_OP
 from fsdp_passes.home_ops import SEND_HOME
 from fsdp_passes.offload import Home, Offloading
-from fsdp_passes.ops import REDUCE_GRAD, UNSHARD
+from fsdp_passes.ops import HOME, PINNED_HOME, REDUCE_GRAD, UNSHARD
 from fsdp_passes.passes.bucket_all_gathers import bucket_all_gathers
 from fsdp_passes.passes.bucket_reduce_scatters import bucket_reduce_scatters
 from fsdp_passes.unit import unit_of
@@ -26,24 +26,25 @@ from tests.graphs import one_rank as one_rank
 CUDA = torch.device("cuda", 0)
 
 
-def _joint_graph(group_name: str, pinned: bool) -> fx.GraphModule:
-    """The gradient of a product with a weight of 10 rows whose 2 padded rows on this rank are on the CPU."""
+def _graph(group_name: str, pinned: bool) -> fx.GraphModule:
+    """A product with a weight of 10 rows whose 2 padded rows on this rank are on the CPU, and its gradient. Written out:
+    autograd itself runs on devices that are there."""
+    groups = (8, group_name, group_name)
+    how = (torch.float32, torch.float32, True, None, None, None, 1, "", 0, "", 0, CUDA, pinned)
+    home = PINNED_HOME if pinned else HOME
 
     def step(shard: Tensor, x: Tensor) -> Tensor:
-        shard = shard.requires_grad_()
-        groups = (8, group_name, group_name)
-        how: list[object] = [torch.float32, torch.float32, True, None, None, None, 1, "", 0, "", 0, CUDA, pinned]
         weight = UNSHARD(shard, None, 0, 10, *groups, *how)
-        (grad,) = torch.autograd.grad((x @ weight.t()).sum(), [shard])
-        return grad
+        grad = torch.ones_like(x @ weight.t()).t() @ x
+        return REDUCE_GRAD(grad, None, 0, 8, group_name, torch.float32, torch.float32, None, 0, home)
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode():
         return make_fx(step)(torch.empty(2, 4), torch.empty(3, 4, device=CUDA))
 
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_gathers_are_on_the_device_and_gradients_go_to_the_cpu(eight_fake_ranks: None, pinned: bool) -> None:
-    gm = _joint_graph(torch.distributed.group.WORLD.group_name, pinned)
+    gm = _graph(torch.distributed.group.WORLD.group_name, pinned)
     (gathered,) = gm.graph.find_nodes(op="call_function", target=UNSHARD)
     (reduced,) = gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
     assert (gathered.meta["val"].device, tuple(gathered.meta["val"].shape)) == (CUDA, (10, 4))
@@ -61,10 +62,6 @@ def test_gathers_are_on_the_device_and_gradients_go_to_the_cpu(eight_fake_ranks:
     assert [source.meta["val"].device for source in sent.args[0]] == [CUDA]
     (result,) = gm.graph.output_node().args
     assert result.meta["val"].device.type == "cpu"
-    # All else computes on the device: no kernel runs on the host in between.
-    others = [node for node in gm.graph.nodes if node.op == "call_function" and node not in (sent, result)]
-    values = [node.meta["val"] for node in others if isinstance(node.meta["val"], Tensor)]
-    assert {value.device for value in values if value.dim()} <= {CUDA, torch.device("cpu")}
 
 
 def test_shards_on_a_device_are_refused_by_name_and_taken_back_from_the_cpu(one_rank: None) -> None:
