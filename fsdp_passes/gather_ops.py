@@ -288,8 +288,6 @@ def _fake(
     group_name: str,
     dtype: torch.dtype,
     packed: bool,
-    is_backward: bool = False,
-    is_hidden: bool = False,
     device: torch.device | None = None,
 ) -> list[Tensor]:
     shapes = [(shard.shape[0] * world_size, *shard.shape[1:]) for shard in shards]
@@ -299,7 +297,13 @@ def _fake(
 
 
 torch.library.register_fake("fsdp_passes::all_gather", _fake, lib=library)
-torch.library.register_fake("fsdp_passes::all_gather_ahead", _fake, lib=library)
+torch.library.register_fake(
+    "fsdp_passes::all_gather_ahead",
+    lambda shards, label, world_size, group_name, dtype, packed, is_backward, is_hidden, device=None: _fake(
+        shards, label, world_size, group_name, dtype, packed, device
+    ),
+    lib=library,
+)
 torch.library.register_fake("fsdp_passes::start_next_graph", lambda label: None, lib=library)
 
 ALL_GATHER_OP = torch.ops.fsdp_passes.all_gather.default

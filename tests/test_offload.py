@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fsdp_passes import fully_shard
 from fsdp_passes._torch_compat import local_tensor, replace_local_tensor
 from fsdp_passes.errors import OffloadedDeviceError
-from fsdp_passes.gather_ops import ALL_GATHER_OP
+from fsdp_passes.gather_ops import ALL_GATHER_AHEAD_OP, ALL_GATHER_OP
 from fsdp_passes.home_ops import SEND_HOME
 from fsdp_passes.offload import Home, Offloading
 from fsdp_passes.ops import HOME, PINNED_HOME, REDUCE_GRAD, UNSHARD
@@ -27,8 +27,8 @@ CUDA = torch.device("cuda", 0)
 
 
 def _graph(group_name: str, pinned: bool) -> fx.GraphModule:
-    """A product with a weight of 10 rows whose 2 padded rows on this rank are on the CPU, and its gradient. Written out:
-    autograd itself runs on devices that are there."""
+    """A product with a weight of 10 rows whose 2 padded rows on this rank are on the CPU, and its gradient. Written
+    out: autograd itself runs on devices that are there."""
     groups = (8, group_name, group_name)
     how = (torch.float32, torch.float32, True, None, None, None, 1, "", 0, "", 0, CUDA, pinned)
     home = PINNED_HOME if pinned else HOME
@@ -56,6 +56,10 @@ def test_gathers_are_on_the_device_and_gradients_go_to_the_cpu(eight_fake_ranks:
     (start,) = gm.graph.find_nodes(op="call_function", target=ALL_GATHER_OP)
     assert start.kwargs == {"device": CUDA}
     assert [value.device for value in start.meta["val"]] == [CUDA]
+    with FakeTensorMode():
+        shards = [torch.empty(2, 4)]
+        ahead = ALL_GATHER_AHEAD_OP(shards, torch.empty(1), 8, "", torch.float32, False, True, False, device=CUDA)
+    assert [value.device for value in ahead] == [CUDA]
     assert start.args[0][0].meta["val"].device.type == "cpu", "the gather takes the shard where it lives"
     (sent,) = gm.graph.find_nodes(op="call_function", target=SEND_HOME)
     assert sent.args[2] is pinned
