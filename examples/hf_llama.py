@@ -120,6 +120,11 @@ def train(args: argparse.Namespace, here: ranks.Ranks) -> None:
     call = model if args.reference else shard(model, args, here.num_ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     batches = Batches(read_stdlib(), args.batch, args.seq, SEED)
+    if here.rank == 0:
+        way = "not sharded" if args.reference else "sharded, not compiled" if args.eager else "sharded, compiled"
+        mesh = f" as {args.mesh[0]} replicas over {args.mesh[1]} shards" if args.mesh else ""
+        millions = sum(param.numel() for param in model.parameters()) / 1e6
+        print(f"{millions:.1f} M parameters, {here.num_ranks} rank(s){mesh} on {here.device.type}, {way}")
     for step in range(args.steps):
         tokens = batches.at(step, here.rank, here.num_ranks)[0].to(here.device)
         total = torch.zeros((), device=here.device)
@@ -145,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         import transformers  # noqa: F401
     except ImportError:
-        print("hf_llama.py: error: transformers is missing. Run: pip install 'fsdp_passes[examples]'", file=sys.stderr)
+        print("hf_llama.py: error: transformers is missing. Run: pip install -e '.[examples]'", file=sys.stderr)
         return 2
     if args.reference:
         train(args, ranks.Ranks(0, 1, torch.device(args.device)))

@@ -24,13 +24,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from tqdm import tqdm
 
 import checkpoint
 import ranks
 from fsdp_passes import fully_shard, overlap_fsdp
 from gpt import GPT, HEAD_DIM
 from text import Batches, read_stdlib
+
+try:
+    from tqdm import tqdm
+except ImportError:
+    sys.exit("train_gpt.py: error: tqdm is missing. Run: pip install -e '.[examples]'")
 
 WARMUP_STEPS = 10  # of the learning rate: Adam's first steps go by the sign of the gradients alone
 
@@ -130,7 +134,8 @@ def train(args: argparse.Namespace, here: ranks.Ranks) -> None:
         ways = {"compile": "sharded, compiled", "eager": "sharded, not compiled", "reference": "not sharded"}
         print(f"{num_params / 1e6:.1f} M parameters, {here.num_ranks} rank(s) on {here.device.type}, {ways[args.way]}")
         if history:
-            print(f"going on behind step {len(history)}, from {args.checkpoint}")
+            rest = "nothing is left to do" if len(history) >= args.steps else "going on from there"
+            print(f"{args.checkpoint} holds step {len(history)}: {rest}")
     # A killed run may have logged steps behind its last checkpoint: they will come again.
     log = args.log_file.open("w", buffering=1) if is_first and args.log_file is not None else None
     for entry in history if log else ():

@@ -59,6 +59,7 @@ __all__ = [
     "default_store",
     "detect_fake_mode",
     "dtensor_of",
+    "elementwise_recomputed",
     "foreach_copy",
     "get_hash_for_files",
     "gradient_hooks",
@@ -400,6 +401,15 @@ def inductor_schedulers_off() -> dict[str, Any]:
     """Settings that keep this release's Inductor from scheduling communication itself."""
     known = inductor_config.get_config_copy()
     return {name: value for name, value in _INDUCTOR_SCHEDULERS.items() if name in known}
+
+
+def elementwise_recomputed() -> contextlib.AbstractContextManager[object]:
+    """The partitioner may recompute elementwise values that the backward has to write to memory for a matrix product.
+
+    By default it saves them, since recomputing them is not free. A sharded model is short of memory first.
+    """
+    patch: Any = functorch_config.patch
+    return patch(ban_recompute_materialized_backward=False)  # type: ignore[no-any-return]
 
 
 def compile_fx_and_inspect(

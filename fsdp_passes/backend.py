@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from fsdp_passes._torch_compat import (
     compile_fx_and_inspect,
     copy_dynamo_graph,
     detect_fake_mode,
+    elementwise_recomputed,
     group_of,
     inductor_mode_options,
     inductor_schedulers_off,
@@ -128,7 +130,8 @@ def compile_sharded(
             set_mesh_timeout(unit.mesh, float(settings.collective_timeout_s))
     lower = LowerAndSchedule(settings, record, backends, has_peers=any(map(has_peers, sorted(group_names))))
     inputs = place(gm, _local_inputs(example_inputs, uses, label_from))
-    return _compile_inner(gm, inputs, settings, inductor_options, lower), label_from
+    with elementwise_recomputed() if settings.recompute_elementwise else contextlib.nullcontext():
+        return _compile_inner(gm, inputs, settings, inductor_options, lower), label_from
 
 
 _has_warned_nothing_sharded = False  # once in a process: a graph break or a new shape compiles again

@@ -35,6 +35,9 @@ class OverlapOptions:
             a unit into one buffer and issues a single collective.
         unify_communication_stream: True serializes all-gathers and reduce-scatters on one stream, so that their
             temporary buffers can be reused for each other; False gives reduce-scatters a group of their own.
+        recompute_elementwise: whether the backward computes again what elementwise operators made, also where a matrix
+            product of the backward then reads it from memory: a gated MLP saves the two products that it multiplies and
+            not their product. False leaves the choice to AOTAutograd's defaults, which save such a tensor.
         nvtx: whether to annotate each unit's compute with `FSDP:<unit>:forward_compute` / `backward_compute`.
         verify: whether to check the invariants on the graph and on Inductor's final kernel order.
         agreement_timeout_s: before a graph runs for the first time, ranks compare its collectives; how many seconds a
@@ -49,6 +52,7 @@ class OverlapOptions:
     inner: str = "inductor"
     bucket_mode: str = "coalesced"
     unify_communication_stream: bool = True
+    recompute_elementwise: bool = True
     nvtx: bool = True
     verify: bool = True
     agreement_timeout_s: float = 600.0
@@ -62,7 +66,7 @@ class OverlapOptions:
             raise OptionValueError("inner", self.inner, f"one of {', '.join(INNER_COMPILERS)}")
         if self.bucket_mode not in BUCKET_MODES:
             raise OptionValueError("bucket_mode", self.bucket_mode, f"one of {', '.join(BUCKET_MODES)}")
-        for name in ("unify_communication_stream", "nvtx", "verify"):
+        for name in ("unify_communication_stream", "recompute_elementwise", "nvtx", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionValueError(name, getattr(self, name), "True or False")
         if not _is_duration(self.agreement_timeout_s):

@@ -117,7 +117,7 @@ class Watch:
         mine = Mark(FAILED, kind, _name(unit), self.count, waited_s)
         self.is_failing = True
         # At once: a launcher that sees a rank die ends the others within a second.
-        log.warning(f"unit {mine.unit!r}: its {kind} failed behind {waited_s:.1f} s; looking which rank is missing")
+        log.warning(f"unit {mine.unit!r}: its {kind} failed after {waited_s:.1f} s; looking which rank is missing")
 
         def look() -> Sighting:
             with self._lock:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from fsdp_passes import OverlapOptions, fully_shard, overlap_fsdp
@@ -24,6 +25,7 @@ OTHER_VALUES: dict[str, Any] = {
     "inner": "aot_eager",
     "bucket_mode": "packed",
     "unify_communication_stream": False,
+    "recompute_elementwise": False,
     "nvtx": False,
     "verify": False,
     "agreement_timeout_s": 20,
@@ -42,8 +44,9 @@ def test_the_defaults() -> None:
     assert_expected_inline(
         folded(str(OverlapOptions())),
         """\
-OverlapOptions(prefetch=1, inner='inductor', bucket_mode='coalesced', unify_communication_stream=True, nvtx=True,
-        verify=True, agreement_timeout_s=600.0, collective_timeout_s=None, inductor={})""",
+OverlapOptions(prefetch=1, inner='inductor', bucket_mode='coalesced', unify_communication_stream=True,
+        recompute_elementwise=True, nvtx=True, verify=True, agreement_timeout_s=600.0, collective_timeout_s=None,
+        inductor={})""",
     )
     assert OverlapOptions.from_dict(None) == OverlapOptions.from_dict({}) == OverlapOptions()
 
@@ -70,7 +73,8 @@ def test_an_unknown_option_lists_the_valid_ones_and_the_closest() -> None:
         folded(str(raised.value)),
         """\
 prefech: expected one of the options agreement_timeout_s, bucket_mode, collective_timeout_s, inductor, inner, nvtx,
-        prefetch, unify_communication_stream, verify, found 'prefech'. Did you mean 'prefetch'?""",
+        prefetch, recompute_elementwise, unify_communication_stream, verify, found 'prefech'. Did you mean
+        'prefetch'?""",
     )
 
 
@@ -186,3 +190,26 @@ def test_two_communication_streams_reduce_over_a_group_of_their_own() -> None:
     text = backward.passes["annotate_regions"]
     starts = re.findall(r"^(all_gather|reduce_scatter)_\d+ = .*?'(0[:\w]*)'", text, re.MULTILINE)
     assert sorted(starts) == [("all_gather", "0")] * 3 + [("reduce_scatter", "0:reduce")] * 5
+
+
+class GatedMlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 32), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+@pytest.mark.parametrize(("recompute", "num_saved"), [(True, 2), (False, 3)])
+@pytest.mark.usefixtures("eight_fake_ranks")
+def test_the_product_of_a_gated_mlp_is_computed_again(recompute: bool, num_saved: int) -> None:
+    """The two factors are saved either way; their product is read by the product for the gradient of `down.weight`."""
+    forward, backward = compile_step(fully_shard(GatedMlp()), torch.ones(4, 8), recompute_elementwise=recompute).graphs
+    text = backward.passes["annotate_regions"]
+    inputs = re.findall(r"^\w+: float32\[4, 32\] = input$", text, re.MULTILINE)
+    assert len(inputs) == num_saved, text
+    products = r"aten\.(?:addmm|mm)\b"
+    counts = [len(re.findall(products, graph.passes["annotate_regions"])) for graph in (forward, backward)]
+    assert counts == [3, 4]  # no product is computed again; the input needs no gradient

@@ -96,7 +96,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds a rank's 
 def test_torchrun_replaces_a_killed_rank_and_the_losses_are_the_same(tmp_path: Path, way: str) -> None:
     command = torchrun("--standalone", "--nproc-per-node", "2")
     printed = run_and_kill(tmp_path, [[*command, *example(tmp_path), way]], [{}])
-    assert "going on behind step" in printed
+    assert "going on from there" in printed
     assert losses(tmp_path / "log.jsonl") == pytest.approx(reference(tmp_path), rel=1e-5)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{STEPS}"]
 
@@ -115,7 +115,7 @@ def test_on_two_hosts_too(tmp_path: Path) -> None:
             printed = run_and_kill(tmp_path, commands, environments)
     except NetworkError as error:
         pytest.skip(str(error))
-    assert "going on behind step" in printed
+    assert "going on from there" in printed
     assert losses(tmp_path / "log.jsonl") == pytest.approx(reference(tmp_path), rel=1e-5)
 
 

@@ -175,9 +175,11 @@ def collectives_and_products(events: list[ScheduleEvent]) -> list[str]:
 @pytest.mark.usefixtures("eight_fake_ranks")
 def test_the_kernels_events_are_those_of_the_graph(nvtx: bool) -> None:
     inductor = {"force_disable_caches": True}
+    options = {"inner": "inductor", "inductor": inductor, "nvtx": nvtx}
     with kernels_that_do_nothing():
+        # What is computed again is fused with what reads it, and so the products around it may change places.
         record = compile_step(
-            sharded_transformer(dim=64), torch.arange(64) % 10, inner="inductor", inductor=inductor, nvtx=nvtx
+            sharded_transformer(dim=64), torch.arange(64) % 10, recompute_elementwise=False, **options
         )
     assert len(record.graphs) == 2
     for graph in record.graphs:

@@ -81,7 +81,7 @@ def test_golden_backward() -> None:
 open(primals_11) all_gather_0.start mm_4 mm_5 native_layer_norm_backward gelu_backward close(primals_11)
 all_gather_1.start reduce_scatter_0.start open(primals_14) mm_6 all_gather_0.wait mm_7
 native_layer_norm_backward_1 add_3 gelu_backward_1 close(primals_14) all_gather_2.start reduce_scatter_1.start
-reduce_scatter_0.wait open(primals_13) mm_8 all_gather_1.wait mm_9 native_layer_norm_backward_2 add_4
+reduce_scatter_0.wait open(primals_13) mm_8 all_gather_1.wait mm_9 gelu add native_layer_norm_backward_2 add_4
 gelu_backward_2 close(primals_13) reduce_scatter_2.start reduce_scatter_1.wait open(primals_12) mm_10
 start_next all_gather_2.wait mm_11 native_layer_norm_backward_3 reduce_scatter_3.start reduce_scatter_2.wait
 add_5 close(primals_12) open(primals_11) embedding_dense_backward close(primals_11) reduce_scatter_4.start

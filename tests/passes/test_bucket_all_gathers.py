@@ -86,12 +86,11 @@ def test_golden_forward() -> None:
 -t_3: float32[8, 10] = aten.t(unshard_8)
 +t_3: float32[8, 10] = aten.t(slice_tensor_1)
 -return [mm_3, primals_1, primals_3, primals_4, primals_5, primals_6, primals_7, primals_8, primals_11, primals_12,
-        primals_13, primals_14, embedding, getitem, getitem_1, getitem_2, mm, add, getitem_3, getitem_4, getitem_5,
-        mm_1, add_1, getitem_6, getitem_7, getitem_8, mm_2, add_2, unshard_7, getitem_9, getitem_10, getitem_11,
-        t_6]
+        primals_13, primals_14, embedding, getitem, getitem_1, getitem_2, mm, getitem_3, getitem_4, getitem_5, mm_1,
+        add_1, getitem_6, getitem_7, getitem_8, mm_2, add_2, unshard_7, getitem_9, getitem_10, getitem_11, t_6]
 +return [mm_3, primals_1, primals_3, primals_4, primals_5, primals_6, primals_7, primals_8, primals_11, primals_12,
-        primals_13, primals_14, embedding, getitem, getitem_1, getitem_2, mm, add, getitem_3, getitem_4, getitem_5,
-        mm_1, add_1, getitem_6, getitem_7, getitem_8, mm_2, add_2, wait_tensor_default_7, getitem_9, getitem_10,
+        primals_13, primals_14, embedding, getitem, getitem_1, getitem_2, mm, getitem_3, getitem_4, getitem_5, mm_1,
+        add_1, getitem_6, getitem_7, getitem_8, mm_2, add_2, wait_tensor_default_7, getitem_9, getitem_10,
         getitem_11, t_6]""",
     )
 

@@ -75,9 +75,8 @@ t_3: float32[8, 10] = aten.t(unshard_8)
 mm_3: float32[4, 10] = aten.mm(getitem_9, t_3)
 t_6: float32[10, 8] = aten.t(t_3)
 return [mm_3, primals_1, primals_3, primals_4, primals_5, primals_6, primals_7, primals_8, primals_11, primals_12,
-        primals_13, primals_14, embedding, getitem, getitem_1, getitem_2, mm, add, getitem_3, getitem_4, getitem_5,
-        mm_1, add_1, getitem_6, getitem_7, getitem_8, mm_2, add_2, unshard_7, getitem_9, getitem_10, getitem_11,
-        t_6]""",
+        primals_13, primals_14, embedding, getitem, getitem_1, getitem_2, mm, getitem_3, getitem_4, getitem_5, mm_1,
+        add_1, getitem_6, getitem_7, getitem_8, mm_2, add_2, unshard_7, getitem_9, getitem_10, getitem_11, t_6]""",
     )
 
 
@@ -179,8 +178,8 @@ t_6: float32[10, 8] = aten.t(t_3)
 mm_3: float32[4, 10] = aten.mm(getitem_9, t_3)
 region_end_default_4 = region_end(primals_11)
 return [mm_3, primals_1, primals_3, primals_4, primals_5, primals_6, primals_7, primals_8, primals_11, primals_12,
-        primals_13, primals_14, embedding, getitem, getitem_1, getitem_2, mm, add, getitem_3, getitem_4, getitem_5,
-        mm_1, add_1, getitem_6, getitem_7, getitem_8, mm_2, add_2, wait_tensor_default_7, getitem_9, getitem_10,
+        primals_13, primals_14, embedding, getitem, getitem_1, getitem_2, mm, getitem_3, getitem_4, getitem_5, mm_1,
+        add_1, getitem_6, getitem_7, getitem_8, mm_2, add_2, wait_tensor_default_7, getitem_9, getitem_10,
         getitem_11, t_6]""",
     )
 

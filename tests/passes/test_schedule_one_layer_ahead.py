@@ -74,7 +74,7 @@ def test_golden_backward() -> None:
         """\
 all_gather_0.start mm_4 mm_5 native_layer_norm_backward gelu_backward all_gather_1.start
 reduce_scatter_0.start mm_6 all_gather_0.wait mm_7 native_layer_norm_backward_1 add_3 gelu_backward_1
-all_gather_2.start reduce_scatter_1.start reduce_scatter_0.wait mm_8 all_gather_1.wait mm_9
+all_gather_2.start reduce_scatter_1.start reduce_scatter_0.wait mm_8 all_gather_1.wait mm_9 gelu add
 native_layer_norm_backward_2 add_4 gelu_backward_2 reduce_scatter_2.start reduce_scatter_1.wait mm_10
 all_gather_2.wait mm_11 native_layer_norm_backward_3 reduce_scatter_3.start reduce_scatter_2.wait add_5
 embedding_dense_backward reduce_scatter_4.start reduce_scatter_3.wait reduce_scatter_4.wait""",
@@ -102,8 +102,8 @@ def test_golden_backward_two_layers_ahead() -> None:
         """\
 all_gather_0.start all_gather_1.start mm_4 mm_5 native_layer_norm_backward gelu_backward all_gather_2.start
 reduce_scatter_0.start mm_6 all_gather_0.wait mm_7 native_layer_norm_backward_1 add_3 gelu_backward_1
-reduce_scatter_1.start reduce_scatter_0.wait mm_8 all_gather_1.wait mm_9 native_layer_norm_backward_2 add_4
-gelu_backward_2 reduce_scatter_2.start reduce_scatter_1.wait mm_10 all_gather_2.wait mm_11
+reduce_scatter_1.start reduce_scatter_0.wait mm_8 all_gather_1.wait mm_9 gelu add native_layer_norm_backward_2
+add_4 gelu_backward_2 reduce_scatter_2.start reduce_scatter_1.wait mm_10 all_gather_2.wait mm_11
 native_layer_norm_backward_3 reduce_scatter_3.start reduce_scatter_2.wait add_5 embedding_dense_backward
 reduce_scatter_4.start reduce_scatter_3.wait reduce_scatter_4.wait""",
     )

@@ -205,6 +205,7 @@ BUILDERS: dict[str, Callable[[Setting], Any]] = {
     "compiled": lambda s: _ours(s, options={}),
     "compiled_packed": lambda s: _ours(s, options={"bucket_mode": "packed"}),
     "compiled_two_streams": lambda s: _ours(s, options={"unify_communication_stream": False}),
+    "compiled_saved": lambda s: _ours(s, options={"recompute_elementwise": False}),
     "compiled_prefetch2": lambda s: _ours(s, options={"prefetch": 2}),
 }
 

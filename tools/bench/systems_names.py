@@ -15,6 +15,7 @@ SYSTEMS: dict[str, str] = {
     "compiled_packed": "ours compiled, packed",
     "compiled_two_streams": "ours compiled, two streams",
     "compiled_prefetch2": "ours compiled, prefetch 2",
+    "compiled_saved": "ours compiled, elementwise saved",
 }
 
 DEFAULT_SYSTEMS = ("compute", "communication", "fsdp2_eager", "fsdp2", "simple_fsdp", "eager", "compiled")
