@@ -119,6 +119,8 @@ class FsdpContext:
         self._communication_stream: torch.cuda.Stream | None = None
         # All-reduces over replicas, whose network is another one as a rule: they run beside the others.
         self._replica_stream: torch.cuda.Stream | None = None
+        # Casts of shards in compiled code. The fallback's are on the communication stream, which waits for their gather.
+        self._cast_stream: torch.cuda.Stream | None = None
         self._weights_ready: torch.cuda.Event | None = None
         self._backward_region: str | None = None
         self._device: torch.device | None = None
@@ -189,7 +191,7 @@ class FsdpContext:
             if self._device in others:
                 raise DeviceError(unit.display_name, str(self._device), str(device))
             self._device, self._communication_stream, self._weights_ready = device, None, None
-            self._replica_stream = None
+            self._replica_stream = self._cast_stream = None
 
     # ---- streams -----------------------------------------------------------------------------------------------------
 
@@ -213,6 +215,12 @@ class FsdpContext:
         if self._replica_stream is None:
             self._replica_stream = torch.cuda.Stream(device, priority=-1)
         return torch.cuda.stream(self._replica_stream)
+
+    def on_cast_stream(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """Allocate and run on the stream of the casts ahead of compiled code's all-gathers."""
+        if self._cast_stream is None:
+            self._cast_stream = torch.cuda.Stream(device, priority=-1)
+        return torch.cuda.stream(self._cast_stream)
 
     def record_compute(self, device: torch.device) -> torch.cuda.Event | None:
         """An event behind everything that was queued on the compute stream; None on the CPU."""

@@ -88,16 +88,63 @@ def _start(
     The casts belong to this operator and not to the graph: all of them are one kernel, and a compiler that owned the
     cast shards could give their memory away while the collective still reads it. So do copies to the device.
     """
-    if device is not None and unit is not None:
-        fetched, work = _fetch_and_start(unit.context, shards, world_size, group_name, dtype, packed, device)
-        for tensor in fetched:
+    if unit is not None and (device is not None or _is_cast_on_gpu(shards, dtype)):
+        started, work = _prepare_and_start(unit.context, shards, world_size, group_name, dtype, packed, device)
+        for tensor in started:
             register_work(tensor, work)  # for the graph's `wait_tensor`
-        return fetched
+        return started
     inputs = _to_send(shards if device is None else fetch(shards, device), dtype, packed)
     if packed:
         return [c10d.all_gather_into_tensor(inputs[0], world_size, group_name)]
     gathered: list[Tensor] = c10d.all_gather_into_tensor_coalesced(inputs, world_size, group_name)
     return gathered
+
+
+def _prepare_and_start(
+    context: FsdpContext,
+    shards: list[Tensor],
+    world_size: int,
+    group_name: str,
+    dtype: torch.dtype,
+    packed: bool,
+    device: torch.device | None,
+) -> tuple[list[Tensor], Any]:
+    """Start the collective outside of PyTorch's registry, with what has to be done to the shards first on another
+    stream than the compute's. Returns the results, which belong to the current stream, and the work to wait for."""
+    if device is not None:
+        return _fetch_and_start(context, shards, world_size, group_name, dtype, packed, device)
+    if _is_cast_on_gpu(shards, dtype):
+        return _cast_and_start(context, shards, world_size, group_name, dtype, packed)
+    inputs = _to_send(shards, dtype, packed)
+    gathered = _room_for(inputs, world_size)
+    return gathered, all_gather_coalesced(gathered, inputs, group_of(group_name))
+
+
+def _is_cast_on_gpu(shards: list[Tensor], dtype: torch.dtype) -> bool:
+    return shards[0].is_cuda and any(shard.dtype != dtype for shard in shards)
+
+
+def _cast_and_start(
+    context: FsdpContext, shards: list[Tensor], world_size: int, group_name: str, dtype: torch.dtype, packed: bool
+) -> tuple[list[Tensor], Any]:
+    """Cast the shards on a stream of their own: memory traffic that goes on beside the matrix products of the unit
+    ahead, instead of in front of them.
+
+    Not on the communication stream: that waits for each gather of the fallback, and the next cast would wait with it.
+    The stream waits for the compute that was queued before this start: for the optimizer, which wrote the shards, for
+    what still reads the memory that the results are given, and for the gathers that read earlier casts. Those are
+    dropped when the compute stream has been told to wait for their gather, and this stream may reuse their memory.
+    """
+    device = shards[0].device
+    computed = context.record_compute(device)
+    assert computed is not None
+    with context.on_cast_stream(device):
+        torch.cuda.current_stream(device).wait_event(computed)
+        inputs = _to_send(shards, dtype, packed)
+    gathered = _room_for(inputs, world_size)
+    with context.on_cast_stream(device):
+        work = all_gather_coalesced(gathered, inputs, group_of(group_name))
+    return gathered, work
 
 
 def _fetch_and_start(
@@ -158,7 +205,7 @@ def _all_gather(
     packed: bool,
     device: torch.device | None = None,
 ) -> list[Tensor]:
-    unit = None if device is None or label is None else _unit_of(label)
+    unit = None if label is None else _unit_of(label)
     return _start(shards, world_size, group_name, dtype, packed, device, unit)
 
 
@@ -242,13 +289,8 @@ def _start_ahead(unit: FsdpUnit, requests: list[GatherRequest]) -> None:
             shards = [param.shard() for param in request.params]
             versions = [param.values_version for param in request.params]
             how = (request.world_size, request.group_name, request.dtype, request.packed)
-            if request.params[0].home is not None:
-                device = request.params[0].placeholder.device
-                gathered, work = _fetch_and_start(unit.context, shards, *how, device)
-            else:
-                inputs = _to_send(shards, request.dtype, request.packed)
-                gathered = _room_for(inputs, request.world_size)
-                work = all_gather_coalesced(gathered, inputs, group_of(request.group_name))
+            device = request.params[0].placeholder.device if request.params[0].home is not None else None
+            gathered, work = _prepare_and_start(unit.context, shards, *how, device)
             unit.context.lookahead.started[request] = StartedGather(versions, gathered, work)
 
 

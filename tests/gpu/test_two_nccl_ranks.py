@@ -179,6 +179,6 @@ def test_collectives_run_on_one_stream_beside_the_compute(two_nccl_ranks: RankPo
     ):
         print(f"share of all-gather time hidden behind compute: {share:.2f}")
         assert len(collectives) == 1
-        # The fallback casts its shards on the communication stream of the context, ahead of NCCL's own.
-        assert len(others) == (2 if eager else 1)
+        # Shards are cast on a stream of the context, ahead of NCCL's own.
+        assert len(others) == 2
         assert not collectives & others
