@@ -119,7 +119,7 @@ class FsdpContext:
         self._communication_stream: torch.cuda.Stream | None = None
         # All-reduces over replicas, whose network is another one as a rule: they run beside the others.
         self._replica_stream: torch.cuda.Stream | None = None
-        # Casts of shards in compiled code. The fallback's are on the communication stream, which waits for their gather.
+        # Casts of shards in compiled code. The fallback casts on the communication stream, which waits for its gathers.
         self._cast_stream: torch.cuda.Stream | None = None
         self._weights_ready: torch.cuda.Event | None = None
         self._backward_region: str | None = None
