@@ -1,4 +1,4 @@
-"""Compile caches that a kill has left damaged are made anew; where nothing can be written, the error names the folder."""
+"""Compile caches that a kill has left damaged are made anew; one that cannot be written to is named in the error."""
 
 from __future__ import annotations
 
