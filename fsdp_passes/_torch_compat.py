@@ -7,6 +7,8 @@ package imports a name with a leading underscore from torch; `tests/test_torch_c
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -26,6 +28,7 @@ from torch._inductor import custom_graph_pass, ir, list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.dependencies import WeakDep
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch._inductor.virtualized import V
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -53,7 +56,7 @@ __all__ = [
     "backwards_at_once",
     "call_after_backward",
     "collective_name",
-    "compile_fx",
+    "compile_cache_failure",
     "compile_fx_and_inspect",
     "copy_dynamo_graph",
     "default_store",
@@ -413,19 +416,44 @@ def elementwise_recomputed() -> contextlib.AbstractContextManager[object]:
 
 
 def compile_fx_and_inspect(
-    gm: fx.GraphModule, inputs: list[Any], patches: dict[str, Any], inspect: Callable[[str, bool], None]
+    gm: fx.GraphModule,
+    inputs: list[Any],
+    patches: dict[str, Any],
+    inspect: Callable[[str, bool], None],
+    around: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Callable[..., Any]:
-    """`compile_fx`; `inspect(source, is_backward)` sees the code of each graph, from the graph cache too."""
+    """`compile_fx`; `inspect(source, is_backward)` sees the code of each graph, from the graph cache too.
+
+    `around` is entered whenever Inductor compiles: a backward is compiled later, when autograd first comes to it.
+    """
 
     def inner_compile(graph: fx.GraphModule, graph_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        output = compile_fx_inner(graph, graph_inputs, **kwargs)
+        with around():
+            output = compile_fx_inner(graph, graph_inputs, **kwargs)
         source = getattr(output, "source_code", None)
         if source:
             inspect(source, bool(kwargs.get("is_backward")))
         return output
 
-    compiled: Any = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
+    with around():
+        compiled: Any = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
     return compiled
+
+
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def compile_cache_failure(error: Exception) -> tuple[str, OSError] | None:
+    """The folder of Inductor's cache and what the system says, where `error` means that nothing can be written there.
+
+    Generated code goes through that folder also where the caches themselves are switched off.
+    """
+    cause = getattr(error, "inner_exception", error)  # Inductor packs what it meets into an error of its own
+    if not isinstance(cause, OSError) or cause.errno not in _NOT_WRITABLE:
+        return None
+    folder = os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
+    named = cause.filename  # a write into a full disk names none
+    return (folder, cause) if named is None or os.path.abspath(os.fsdecode(named)).startswith(folder) else None
 
 
 # ---- eager collectives -----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import fx
 from fsdp_passes._torch_compat import (
     FakeTensorMode,
     aot_autograd,
-    compile_fx,
+    compile_cache_failure,
     compile_fx_and_inspect,
     copy_dynamo_graph,
     detect_fake_mode,
@@ -31,7 +31,7 @@ from fsdp_passes.agreement import has_peers
 from fsdp_passes.compiled_call import Compiled, CompiledCall
 from fsdp_passes.context import set_mesh_timeout
 from fsdp_passes.debug import CheckedInterpreter, debug_flags
-from fsdp_passes.errors import NothingShardedWarning
+from fsdp_passes.errors import CompileCacheError, NothingShardedWarning
 from fsdp_passes.foreign import gathers_parameters
 from fsdp_passes.gather_ops import await_left_behind
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
@@ -177,8 +177,7 @@ def _compile_inner(
     if settings.inner != "inductor" or flags.eager:
         return _compile_aot(gm, inputs, lower, is_checked=settings.inner == "eager" or flags.eager)
     if lower is None:
-        plain: Any = compile_fx(gm, inputs, config_patches=inductor_options)
-        return plain
+        return compile_fx_and_inspect(gm, inputs, inductor_options, lambda *_: None, _naming_cache_folder)
     patches = {
         **inductor_schedulers_off(),
         **inductor_options,
@@ -195,7 +194,20 @@ def _compile_inner(
             "reorder_for_compute_comm_overlap": True,
             "reorder_for_compute_comm_overlap_passes": [pin_and_verify],
         }
-    return compile_fx_and_inspect(gm, inputs, patches, functools.partial(verify_generated_code, lower.record))
+    inspect = functools.partial(verify_generated_code, lower.record)
+    return compile_fx_and_inspect(gm, inputs, patches, inspect, _naming_cache_folder)
+
+
+@contextlib.contextmanager
+def _naming_cache_folder() -> Iterator[None]:
+    """Where Inductor cannot write its files, the error says where that was and what to do."""
+    try:
+        yield
+    except Exception as error:
+        failure = compile_cache_failure(error)
+        if failure is None:
+            raise
+        raise CompileCacheError(*failure) from error
 
 
 def _compile_aot(

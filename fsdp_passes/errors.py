@@ -310,6 +310,18 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
+class CompileCacheError(FsdpError, RuntimeError):
+    """Inductor's cache folder cannot be written to: it is read-only, or the disk is full."""
+
+    def __init__(self, folder: str, error: OSError) -> None:
+        super().__init__(
+            f"compile cache {folder}: expected a folder in which this process can create and write files, found: "
+            f"{error}. Generated code goes through it. Make room or give write permission there, or set the "
+            "environment variable TORCHINDUCTOR_CACHE_DIR to another folder. Other ranks that did compile wait for "
+            "this one until agreement_timeout_s."
+        )
+
+
 class UseBeforeWaitError(FsdpError, RuntimeError):
     """A collective's result is read while the collective may still write it."""
 

@@ -39,6 +39,7 @@ EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
         *("layers.0", "all_gather", 30.0, "rank 1 gives no sign of life", (1,)),
         RuntimeError("Timed out"),
     ),
+    errors.CompileCacheError: ("/caches/inductor", OSError(28, "No space left on device")),
     errors.UseBeforeWaitError: ("aten.mm", "all_gather", "layers.0", "  model.py:3"),
     errors.NotAUnitError: ("Linear",),
     errors.PickledModuleError: ("Linear",),
@@ -150,6 +151,11 @@ unit 'layers.0': expected every rank to take part in its all_gather, waited 30.0
         of life. See that rank's log; all ranks must run as many steps, in an evaluation too.
         options={'collective_timeout_s': ...} or model.set_collective_timeout(...) waits longer. The process group
         says: Timed out
+[CompileCacheError]
+compile cache /caches/inductor: expected a folder in which this process can create and write files, found: [Errno
+        28] No space left on device. Generated code goes through it. Make room or give write permission there, or
+        set the environment variable TORCHINDUCTOR_CACHE_DIR to another folder. Other ranks that did compile wait
+        for this one until agreement_timeout_s.
 [UseBeforeWaitError]
 aten.mm: expected the all_gather of unit 'layers.0' to be awaited before its result is read, found it still on its
         way. Wait for it first. The reader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import inspect
 import logging
 import pathlib
@@ -291,6 +292,20 @@ def test_equal_sizes_can_be_two_symbols() -> None:
         torch.compile(lambda x: x.sin(), backend=backend)(x)
     assert len(set(symbols)) == 2
     assert not any(symbol.isdigit() for symbol in symbols)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_what_the_system_refuses_in_the_folder_of_the_compile_cache(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/caches")
+    anywhere, inside = OSError(number, "refused"), OSError(number, "refused", "/caches/ab/code.py")
+    assert compat.compile_cache_failure(anywhere) == ("/caches", anywhere)
+    packed = torch._inductor.exc.InductorError(inside, None)
+    assert compat.compile_cache_failure(packed) == ("/caches", inside)
+    assert compat.compile_cache_failure(OSError(number, "refused", "/elsewhere/data")) is None
+    assert compat.compile_cache_failure(FileNotFoundError(errno.ENOENT, "no compiler", "g++")) is None
+    assert compat.compile_cache_failure(ValueError()) is None
 
 
 def _shape(node: torch.fx.Node) -> list[object]:
