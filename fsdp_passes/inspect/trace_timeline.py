@@ -8,7 +8,7 @@ from collections import defaultdict
 from fsdp_passes.cost.timeline import MemoryPoint, Span, Timeline
 from fsdp_passes.inspect.trace_measure import MeasuredCollective
 from fsdp_passes.inspect.trace_names import is_backend_annotation
-from fsdp_passes.inspect.trace_rank import RankTrace, Step
+from fsdp_passes.inspect.trace_rank import UNMARKED_STEP, RankTrace, Step
 from fsdp_passes.inspect.trace_work import Work
 
 # Neighbouring kernels of one unit are drawn as one when the pause between them is below this part of the step: less
@@ -29,7 +29,7 @@ def step_timeline(trace: RankTrace, step: Step, measured: list[MeasuredCollectiv
             )
         )  # fmt: skip
     spans.sort(key=lambda span: (span.start_us, span.row))
-    of_step = f", step {step.number}" if step.number else ""
+    of_step = f", step {step.number}" if step.number != UNMARKED_STEP else ""
     return Timeline(f"rank {trace.rank}{of_step}", tuple(spans), _memory(spans), is_measured=True)
 
 
