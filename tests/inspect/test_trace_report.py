@@ -262,6 +262,7 @@ def test_a_step_of_many_kernels_is_drawn_with_few_bars(tmp_path: Path) -> None:
     (bar,) = report.timelines[0].spans
     assert (bar.name, bar.start_us, bar.duration_us) == ("norm and 1999 more", 0, 19999)
     assert report.steps[0].compute_us == 18000
+    assert report.timelines[0].compute_us == pytest.approx(18000)  # the pauses between the kernels are none of it
 
 
 def test_json_holds_what_the_report_holds(tmp_path: Path) -> None:
