@@ -49,18 +49,24 @@ class MemoryPoint:
 class Timeline:
     """Spans of one step (or one graph) in order of their start, and the curve of unsharded bytes.
 
-    `is_measured` tells times from a trace from predicted ones.
+    `is_measured` tells times from a trace from predicted ones. `merged_us` is time in which nothing computes although a
+    span of the compute row covers it, since it stands for many kernels.
     """
 
     title: str
     spans: tuple[Span, ...]
     memory: tuple[MemoryPoint, ...] = ()
     is_measured: bool = False
+    merged_us: float = 0.0
 
     @property
     def total_us(self) -> float:
         """From the beginning to the end of the last span."""
         return max((span.end_us for span in self.spans), default=0.0)
+
+    @property
+    def compute_us(self) -> float:
+        return sum(span.duration_us for span in self.spans if span.row == "compute") - self.merged_us
 
     @property
     def exposed_us(self) -> float:

@@ -222,13 +222,12 @@ def _summary_html(timelines: Sequence[Timeline]) -> str:
 
 
 def _summary_row(timeline: Timeline, first: Timeline | None) -> str:
-    compute = sum(span.duration_us for span in timeline.spans if span.row == COMPUTE_ROW)
     communication = sum(span.duration_us for span in timeline.spans if span.row.startswith("communication"))
     hidden = f"{100 * (1 - timeline.exposed_us / communication):.0f} %" if communication else "-"
     peak = max((point.num_bytes for point in timeline.memory), default=0)
     cells = (
         _time(timeline.total_us) + _change(timeline.total_us, first.total_us if first else 0.0),
-        _time(compute),
+        _time(timeline.compute_us),
         _time(communication),
         _time(timeline.exposed_us) + _change(timeline.exposed_us, first.exposed_us if first else 0.0),
         hidden,

@@ -12,7 +12,7 @@ from fsdp_passes.inspect.scale import COLUMNS, NOTE, ScalePoint, cells, conditio
 
 # Drawn twice, for wide and for narrow windows: letters in a scaled drawing would be too small to read on a phone.
 WIDTHS = {"wide": 680, "narrow": 350}
-HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 230, 56, 26, 14, 40
+HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 234, 56, 26, 18, 40
 MOST_TICKS = 6
 LABEL_WIDTH = 50  # of a number of ranks, in pixels
 _STYLE = """
@@ -154,11 +154,12 @@ def _drawing(chart: _Chart, points: Sequence[ScalePoint], name: str, width: int)
         anchor, shift = ("start", 5) if is_left else ("end", -5)
         parts.append(
             f'<line class="end" x1="{x(end):.1f}" x2="{x(end):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-            f'<text class="end" x="{x(end) + shift:.1f}" y="{TOP - 2}" text-anchor="{anchor}">no longer hidden</text>'
+            f'<text class="end" x="{x(end) + shift:.1f}" y="{TOP - 5}" text-anchor="{anchor}">no longer hidden</text>'
         )
-    # From the last number back, so that both ends of a doubling range are named where there is room.
+    # Both ends are named, and what lies between them from the last number back, where there is room.
     every = math.ceil(len(points) * LABEL_WIDTH / (width - LEFT - RIGHT))
-    for point in points[::-1][::every]:
+    inner = [point for point in points[::-1][::every] if x(point) - LEFT >= LABEL_WIDTH]
+    for point in [points[0], *inner]:
         parts.append(
             f'<text x="{x(point):.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{point.world_size}</text>'
         )

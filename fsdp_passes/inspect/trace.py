@@ -54,7 +54,7 @@ class TraceReport:
     Attributes:
         timelines: one per file, of the step whose duration is the median over all ranks.
         steps: one per rank and step.
-        units: one per unit and phase, in the order in which they run; `("", "")` is what belongs to no unit.
+        units: one per unit and phase, in the order in which they compute; `("", "")` is what belongs to no unit.
         total: the sum of `units`.
         collectives: every collective of every rank and step, in order of their start.
     """
@@ -186,7 +186,7 @@ def _unit_times(traces: list[RankTrace], collectives: list[MeasuredCollective]) 
     by_owner: dict[Owner, list[MeasuredCollective]] = defaultdict(list)
     for one in collectives:
         by_owner[one.unit, one.phase].append(one)
-    owners = sorted({*compute, *idle, *by_owner}, key=_order_of_owners(collectives, compute))
+    owners = sorted({*compute, *idle, *by_owner}, key=_order_of_owners(traces, collectives))
     return [
         UnitTimes(
             unit,
@@ -205,16 +205,17 @@ def _unit_times(traces: list[RankTrace], collectives: list[MeasuredCollective]) 
 
 
 def _order_of_owners(
-    collectives: list[MeasuredCollective], compute: dict[Owner, float]
+    traces: list[RankTrace], collectives: list[MeasuredCollective]
 ) -> Callable[[Owner], tuple[object, ...]]:
-    """Forward before backward, what has no unit last; within a phase as the collectives start."""
-    first: dict[Owner, int] = {}
-    for index, one in enumerate(collectives):
-        first.setdefault((one.unit, one.phase), index)
-    for owner in compute:
-        first.setdefault(owner, len(collectives))
+    """Forward before backward, what has no unit last; within a phase as the units first compute, then those that only
+    communicate. When a unit's first collective starts says less: schedules move it, and one of the forward may be the
+    prefetch of the backward's first gather."""
+    owners = (owner for trace in traces for owner in trace.compute.all_owners)
+    place = {owner: index for index, owner in enumerate(dict.fromkeys(owners))}
+    for one in collectives:
+        place.setdefault((one.unit, one.phase), len(place))
     phases = {"forward": 0, "backward": 1}
-    return lambda owner: (not owner[0], phases.get(owner[1], 2), first.get(owner, len(collectives)), owner)
+    return lambda owner: (not owner[0], phases.get(owner[1], 2), place.get(owner, len(place)), owner)
 
 
 def _total(units: list[UnitTimes]) -> UnitTimes:

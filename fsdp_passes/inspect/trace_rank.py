@@ -16,12 +16,14 @@ from fsdp_passes.inspect.trace_inference import infer_units
 from fsdp_passes.inspect.trace_names import step_number
 from fsdp_passes.inspect.trace_work import Collective, Work
 
+UNMARKED_STEP = -1  # the profiler counts from 0
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:
     """One step of a rank, from the begin of its first work to that of the next step's; times in microseconds.
 
-    `number` is the profiler's; 0 for a trace without steps.
+    `number` is the profiler's; UNMARKED_STEP for a trace in which it marked none.
     """
 
     number: int
@@ -87,7 +89,7 @@ def _steps(events: TraceEvents, works: tuple[Work, ...], collectives: list[Colle
     last_end = max([*(max(work.ends) for work in works if len(work)), *(one.end for one in collectives)])
     if not cpu_steps:
         first = min([*(work.begins[0] for work in works if len(work)), *(one.begin for one in collectives[:1])])
-        return [Step(0, first, last_end)]
+        return [Step(UNMARKED_STEP, first, last_end)]
     if not events.is_gpu:
         return cpu_steps
     begins = [float("inf")] * len(cpu_steps)

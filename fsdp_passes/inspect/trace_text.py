@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from fsdp_passes.inspect.trace_measure import MeasuredCollective, Owner, StepTimes, describe, format_us
+from fsdp_passes.inspect.trace_rank import UNMARKED_STEP
 
 if TYPE_CHECKING:
     from fsdp_passes.inspect.trace import TraceReport, UnitTimes
@@ -18,7 +19,7 @@ WIDTH = 112  # of wrapped lines, in characters
 
 def report_text(report: TraceReport, max_collectives: int) -> str:
     """Where each rank's time went, what each unit's communication cost, and the most exposed collectives."""
-    numbers = sorted({step.step for step in report.steps} - {0})
+    numbers = sorted({step.step for step in report.steps} - {UNMARKED_STEP})
     counted = ""
     if numbers:
         counted = f", steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f", step {numbers[0]}"
@@ -99,7 +100,7 @@ def _exposed_lines(group: list[MeasuredCollective], num_steps: int) -> list[str]
     head += f" of {format_us(mean('duration_us'))}"
     if mean("waiting_us") > 0:
         head += f", {format_us(mean('waiting_us'))} of waiting for a slower rank"
-    where = f"rank {worst.rank}" + (f", step {worst.step}" if worst.step else "")
+    where = f"rank {worst.rank}" + (f", step {worst.step}" if worst.step != UNMARKED_STEP else "")
     lines = [head, *_wrapped(f"worst on {where}, {format_us(worst.exposed_us)}: {worst.reason}")]
     behind: dict[Owner, float] = defaultdict(float)
     for one in group:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from fsdp_passes.cost.timeline import MemoryPoint, Span, Timeline
 from fsdp_passes.inspect.trace_measure import MeasuredCollective
 from fsdp_passes.inspect.trace_names import is_backend_annotation
-from fsdp_passes.inspect.trace_rank import RankTrace, Step
+from fsdp_passes.inspect.trace_rank import UNMARKED_STEP, RankTrace, Step
 from fsdp_passes.inspect.trace_work import Work
 
 # Neighbouring kernels of one unit are drawn as one when the pause between them is below this part of the step: less
@@ -20,6 +20,7 @@ def step_timeline(trace: RankTrace, step: Step, measured: list[MeasuredCollectiv
     """The timeline of one step; `measured` are the collectives of this rank."""
     collectives = [one for one in measured if one.step == step.number]
     spans = _work_spans(trace, step, trace.compute, "compute", "compute")
+    merged = sum(span.duration_us for span in spans) - trace.compute_union.covered(step.begin, step.end)
     spans += _work_spans(trace, step, trace.copies, "copies", "other")
     for one, row in zip(collectives, _rows(trace, step, collectives), strict=True):
         spans.append(
@@ -29,8 +30,8 @@ def step_timeline(trace: RankTrace, step: Step, measured: list[MeasuredCollectiv
             )
         )  # fmt: skip
     spans.sort(key=lambda span: (span.start_us, span.row))
-    of_step = f", step {step.number}" if step.number else ""
-    return Timeline(f"rank {trace.rank}{of_step}", tuple(spans), _memory(spans), is_measured=True)
+    of_step = f", step {step.number}" if step.number != UNMARKED_STEP else ""
+    return Timeline(f"rank {trace.rank}{of_step}", tuple(spans), _memory(spans), is_measured=True, merged_us=merged)
 
 
 def _work_spans(trace: RankTrace, step: Step, work: Work, row: str, kind: str) -> list[Span]:

@@ -17,7 +17,7 @@ class Work:
         self.ends = array("d")
         self.owners = array("i")
         self.names = array("i")
-        self.all_owners: list[tuple[str, str]] = []
+        self.all_owners: list[tuple[str, str]] = []  # in the order of their first work
         self._index: dict[tuple[str, str], int] = {}
 
     def append(self, begin: float, end: float, owner: tuple[str, str], name: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +71,17 @@ def test_the_page_fits_wide_and_narrow_windows(tmp_path: Path) -> None:
                     " || a.height < 12; }).map(t => t.textContent)"
                 )
                 assert cut == []
+                # Both ends of the axis are named, and no two texts of a drawing lie over each other.
+                texts = browser.evaluate(
+                    "[...document.querySelectorAll('svg[role=img]')].filter(s => s.getBoundingClientRect().width).map("
+                    "s => [...s.querySelectorAll('text')].map(t => { const r = t.getBoundingClientRect();"
+                    " return [t.textContent, r.left, r.right, r.top, r.bottom]; }))"
+                )
+                for of_drawing in texts:
+                    assert {"8", "1024"} <= {text for text, *_ in of_drawing}
+                    for (one, left, right, top, bottom), other in itertools.combinations(of_drawing, 2):
+                        apart = right <= other[1] or other[2] <= left or bottom <= other[3] or other[4] <= top
+                        assert apart, (one, other[0])
         assert browser.evaluate("document.title") == "Tiny<T> over 8 to 1024 ranks"
         assert browser.evaluate("document.querySelectorAll('tbody tr').length") == 8
     finally:

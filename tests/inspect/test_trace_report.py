@@ -262,6 +262,7 @@ def test_a_step_of_many_kernels_is_drawn_with_few_bars(tmp_path: Path) -> None:
     (bar,) = report.timelines[0].spans
     assert (bar.name, bar.start_us, bar.duration_us) == ("norm and 1999 more", 0, 19999)
     assert report.steps[0].compute_us == 18000
+    assert report.timelines[0].compute_us == pytest.approx(18000)  # the pauses between the kernels are none of it
 
 
 def test_json_holds_what_the_report_holds(tmp_path: Path) -> None:
@@ -303,3 +304,35 @@ def test_a_hidden_collective_needs_no_reason(tmp_path: Path) -> None:
 def test_no_path_at_all_is_refused() -> None:
     with pytest.raises(OptionValueError, match="paths: expected at least one trace file"):
         trace_report([])
+
+
+@pytest.mark.parametrize(("gap", "ends", "is_queued"), [(2, 103, True), (40, 90, True), (40, 130, False)])
+def test_a_collective_is_queued_when_the_one_before_it_in_its_stream_ends_last(
+    gap: float, ends: float, is_queued: bool, tmp_path: Path
+) -> None:
+    """Both are launched at once; `gap` passes between them, and the compute that the second might need `ends` before or
+    within it. A kernel of a unit comes behind."""
+    trace = GpuTrace()
+    trace.annotate("FSDP:layers.0:forward_compute", 20, 40)
+    trace.annotate("FSDP:layers.1:forward_compute", 50, 60)
+    trace.annotate("FSDP:layers.1:all_gather", 41, 49)
+    trace.kernel("gemm", 60, ends, launch=30)
+    trace.annotate("FSDP:layers.0:all_gather", 1, 19)
+    trace.collective(ALL_GATHER, 50, 101, launch=10)
+    trace.collective(ALL_GATHER, 101 + gap, 200, launch=45)
+    trace.kernel("gemm", 210, 250, launch=55)
+    report = report_of(trace, tmp_path)
+    reason = report.collectives[1].reason
+    assert ("queued behind the all_gather of layers.0" in reason) is is_queued
+    assert reason.endswith("; layers.1 (forward) waits for it")
+
+
+def test_a_marked_step_0_is_a_step_and_no_marks_are_none(tmp_path: Path) -> None:
+    for annotation, number, text in [("ProfilerStep#0", 0, "1 rank, step 0\n"), ("x", -1, "No step is marked")]:
+        trace = GpuTrace()
+        trace.annotate(annotation, 0, 500)
+        trace.kernel("gemm", 10, 20, launch=5)
+        report = report_of(trace, tmp_path)
+        assert [step.step for step in report.steps] == [number]
+        assert text in report.text()
+        assert (", step 0" in report.timelines[0].title) == (number == 0)
