@@ -27,7 +27,7 @@ EXAMPLES = """\
 examples:
   python -m fsdp_passes explain examples.models:llama3_8b --world-size 64 --html /tmp/llama.html
   python -m fsdp_passes explain examples.models:gpt_small --cost --json /tmp/gpt.json
-  python -m fsdp_passes diff examples.models:gpt_small --pass schedule_one_layer_ahead | less -R
+  python -m fsdp_passes diff examples.models:gpt_small --pass schedule_one_layer_ahead --color always | less -R
   python -m fsdp_passes verify examples.models:gpt_small --kernels
   python -m fsdp_passes scale examples.models:llama3_8b --world-size 8..16384 --html /tmp/scale.html
   python -m fsdp_passes trace rank0.json.gz rank1.json.gz
@@ -40,16 +40,17 @@ Results go to stdout, progress and mistakes to stderr.
 
 
 def _range(text: str) -> list[int]:
-    """ "8..64" -> [8, 16, 32, 64]; "8,24" -> [8, 24]."""
+    """ "8..64" -> [8, 16, 32, 64]; "8..24" -> [8, 16, 24]; "8,24" -> [8, 24]."""
     try:
         first, dots, last = text.partition("..")
         if not dots:
             sizes = [int(part) for part in text.split(",")]
         else:
             sizes, size = [], int(first)
-            while 1 <= size <= int(last):
+            while 1 <= size < int(last):
                 sizes.append(size)
                 size *= 2
+            sizes += [int(last)] if 1 <= int(first) <= int(last) else []
     except ValueError:
         sizes = []
     if not sizes or min(sizes) < 1 or sizes != sorted(set(sizes)):
@@ -97,10 +98,11 @@ def _parser() -> argparse.ArgumentParser:
     target = _Parser(add_help=False)
     target.add_argument("target", metavar="TARGET", help="module:factory")
     target.add_argument(
-        "--hardware", default="h100", help="a100, h100 (default), h200, b200, h100-ethernet or a JSON file"
-    )
-    target.add_argument(
         "--option", "-o", action="append", default=[], metavar="NAME=VALUE", help="of the backend: prefetch=2"
+    )
+    priced = _Parser(add_help=False)
+    priced.add_argument(
+        "--hardware", default="h100", help="a100, h100 (default), h200, b200, h100-ethernet or a JSON file"
     )
     ranks = _Parser(add_help=False)
     ranks.add_argument("--world-size", type=_world_size, default=8, metavar="N", help="ranks to shard over (8)")
@@ -121,7 +123,9 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     commands_of = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
-    explain = add("explain", [target, ranks, files], "the schedule of a step and its times", commands.run_explain)
+    explain = add(
+        "explain", [target, priced, ranks, files], "the schedule of a step and its times", commands.run_explain
+    )
     explain.add_argument("--kernels", action="store_true", help="let Inductor generate code, for its final order")
     explain.add_argument("--cost", action="store_true", help="the cost in closed form too; traces once more")
     diff = add("diff", [target, ranks], "a graph before and after one pass", commands.run_diff)
@@ -133,9 +137,13 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("--color", choices=("auto", "always", "never"), default="auto")
     verify = add("verify", [target, ranks], "check the schedule's invariants", commands.run_verify)
     verify.add_argument("--kernels", action="store_true", help="Inductor's final order too")
-    scale = add("scale", [target], "a step over the number of ranks", commands.run_scale)
+    scale = add("scale", [target, priced], "a step over the number of ranks", commands.run_scale)
     scale.add_argument(
-        "--world-size", type=_range, default="8..1024", metavar="A..B", help="ranks, doubling, or A,B,C (8..1024)"
+        "--world-size",
+        type=_range,
+        default="8..1024",
+        metavar="A..B",
+        help="ranks, doubling up to B, or A,B,C (8..1024)",
     )
     scale.add_argument("--html", metavar="FILE", help="write the curves as a page")
     trace = add("trace", [files], "what a recorded run hid and exposed", commands.run_trace)

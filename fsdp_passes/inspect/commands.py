@@ -69,11 +69,13 @@ def progress(what: str, *, is_quiet: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained(args: argparse.Namespace, world_size: int, *, kernels: bool = False) -> Iterator[Explanation]:
-    """The explanation of the target; its process group exists inside."""
+def explained(
+    args: argparse.Namespace, world_size: int, *, hardware: str = "h100", kernels: bool = False
+) -> Iterator[Explanation]:
+    """The explanation of the target; its process group exists inside. `hardware` changes times only."""
     options = dict(_option(text) for text in args.option)
     try:
-        cluster = find_cluster(args.hardware)
+        cluster = find_cluster(hardware)
     except FsdpError as error:
         raise UserMistake(" ".join(str(error).split())) from error
     with loaded(args.target, world_size) as (model, inputs, kwargs):
@@ -82,7 +84,7 @@ def explained(args: argparse.Namespace, world_size: int, *, kernels: bool = Fals
         with quiet, progress(f"tracing {args.target} for {world_size} ranks", is_quiet=args.quiet):
             try:
                 explanation = explain(model, *inputs, options=options, hardware=cluster, kernels=kernels, **kwargs)
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # a forward may call sys.exit()
                 raise as_mistake(error, args.target) from error
         yield explanation
 
@@ -126,7 +128,7 @@ def check_writable(*paths: str | None) -> None:
 def run_explain(args: argparse.Namespace) -> int:
     """Print the tables; with --cost the closed forms too."""
     check_writable(args.json, args.html)
-    with explained(args, args.world_size, kernels=args.kernels) as explanation:
+    with explained(args, args.world_size, hardware=args.hardware, kernels=args.kernels) as explanation:
         print(explanation, flush=True)
         if args.json:
             write_file(args.json, explanation.to_json)
@@ -164,9 +166,10 @@ def run_diff(args: argparse.Namespace) -> int:
         raise UserMistake(f"--pass {args.pass_name}: expected one of {', '.join(PASS_NAMES)}")
     with explained(args, args.world_size) as explanation:
         has_colour = args.color == "always" or (args.color == "auto" and is_colour_wanted())
-        for graph in explanation.graphs:
-            if args.phase not in ("both", graph.phase):
-                continue
+        graphs = [graph for graph in explanation.graphs if args.phase in ("both", graph.phase)]
+        if not graphs:
+            print(f"{args.phase}: there is no such graph, since nothing that is trained needs one")
+        for graph in graphs:
             before, after = _around(graph.passes, args.pass_name)
             lines = difflib.unified_diff(
                 before.splitlines(),
@@ -208,7 +211,7 @@ def run_scale(args: argparse.Namespace) -> int:
     """Print the table over numbers of ranks."""
     check_writable(args.html)
     world_sizes = args.world_size
-    with explained(args, world_sizes[0]) as explanation:
+    with explained(args, world_sizes[0], hardware=args.hardware) as explanation:
         points = scale(explanation, world_sizes)
         print(scale_text(explanation, points))
         if args.html:

@@ -70,7 +70,9 @@ def verdict(points: Sequence[ScalePoint]) -> str:
     found = first_exposed(points)
     ends = "the first gathers and the last reductions are exposed at any size"
     if found is None:
-        return f"Communication is hidden from {points[0].world_size} to {points[-1].world_size} ranks; {ends}."
+        first, last = points[0].world_size, points[-1].world_size
+        where = f"from {first} to {last} ranks" if last > first else f"at {first} ranks"
+        return f"Communication that larger inputs could hide is hidden {where}; {ends}."
     share = found.avoidable_us / found.step_us
     return (
         f"Communication stops being hidden at {found.world_size} ranks: {found.avoidable_us / 1e3:.3f} ms "

@@ -118,7 +118,7 @@ def _shape(made: Any) -> str:
     return type(made).__name__
 
 
-def as_mistake(error: Exception, target: str) -> UserMistake:
+def as_mistake(error: BaseException, target: str) -> UserMistake:
     """An error of the library or of the traced model as one line."""
     if isinstance(error, FsdpError):
         return UserMistake(f"{target}: {' '.join(str(error).split())}")

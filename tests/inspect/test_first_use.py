@@ -15,6 +15,7 @@ from torch import nn
 from fsdp_passes import explain, fully_shard
 from fsdp_passes.__main__ import main
 from fsdp_passes._torch_compat import init_fake_process_group
+from fsdp_passes.inspect import commands
 from fsdp_passes.inspect.commands import is_colour_wanted
 
 TARGETS = """
@@ -29,6 +30,20 @@ TARGETS = """
 
     def ends():
         sys.exit("no data here")
+
+    class Ends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            sys.exit("no data there")
+
+    def forward_ends():
+        return fully_shard(Ends()), (torch.ones(1, 4),)
+
+    def frozen():
+        return fully_shard(nn.Linear(4, 4).requires_grad_(False)), (torch.ones(1, 4),)
 
     def wrong_shape():
         return fully_shard(nn.Linear(4, 4)), (torch.ones(1, 5),)
@@ -74,6 +89,8 @@ def mistake(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     [
         ("explain a_script:f", "importing 'a_script' ended the program (SystemExit: 2). Put what a script does behind"),
         ("explain first_targets:ends", "the factory ended the program (SystemExit: no data here). Let it return"),
+        ("explain first_targets:forward_ends", "tracing the model raised SystemExit: no data there. --traceback shows"),
+        ("diff first_targets:tiny --pass annotate_regions --hardware h200", "unrecognized arguments: --hardware h200"),
         ("explain ./some/first_targets.py:tiny", "found that of a file. Did you mean some.first_targets:tiny?"),
         ("explain first_targets:tiny --hardware abacus", "found 'abacus'."),
         ("diff first_targets:tiny --pass bucket_all_gathers --context -1", "expected a number of lines of at least 0"),
@@ -153,3 +170,22 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         assert main(["trace", "--quiet", "tests/data/fsdp2_two_ranks.json.gz"]) == 2
         monkeypatch.undo()
     assert capsys.readouterr().err == "fsdp_passes: No space left on device. Make room, or write elsewhere.\n"
+
+
+def test_a_phase_that_has_no_graph_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", "first_targets:frozen", "--pass", "bucket_reduce_scatters", "--phase", "backward"]) == 0
+    assert capsys.readouterr().out == "backward: there is no such graph, since nothing that is trained needs one\n"
+
+
+def test_a_range_of_ranks_ends_where_it_was_told_to(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scale", "first_targets:frozen", "--world-size", "8..24"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows if row[0].isdecimal()] == ["8", "16", "24"]
+
+
+def test_an_interrupted_command_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "explain", interrupt)
+    assert main(["verify", "first_targets:tiny"]) == 130
