@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,9 +19,7 @@ from torch import fx
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import skip_code
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables.base import VariableTracker
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
@@ -92,18 +89,14 @@ __all__ = [
     "register_group_alias",
     "register_work",
     "replace_local_tensor",
-    "retrace",
     "scheduled_fx_nodes",
     "scheduled_graph_module",
     "scheduler_node_kind",
     "set_dynamo_source",
     "sizes_as_given",
-    "sources_behind_graph",
-    "storage_address",
     "strided_shard",
     "symbols_apart",
     "trace_artifact",
-    "traced_code",
     "tree_leaves",
     "tree_map_only",
     "without_version_bump",
@@ -170,13 +163,6 @@ def has_gradient_hooks(param: torch.Tensor) -> bool:
 def without_version_bump(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """In-place writes inside leave autograd's version counter of `tensor` as it was."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)
-
-
-def storage_address(tensor: torch.Tensor) -> int:
-    """Where the storage of `tensor` begins; 0 for tensors without one (sparse, wrapped by `torch.func`)."""
-    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return 0
-    return tensor.untyped_storage().data_ptr()
 
 
 def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -273,50 +259,6 @@ def is_tracing_higher_order_op() -> bool:
     must have no side effect, and no graph break can be in it."""
     translator = InstructionTranslator.current_tx()
     return not translator.output.is_root_tracer()
-
-
-def _translator() -> InstructionTranslator | None:
-    """What traces on this thread now, its backend's call included."""
-    try:
-        return InstructionTranslator.current_tx()
-    except AttributeError:  # nothing has traced yet
-        return None
-
-
-def traced_code() -> types.CodeType | None:
-    """The code of the outermost function that Dynamo is tracing into one graph now; None when it is not tracing."""
-    translator = _translator()
-    return None if translator is None else translator.output.root_tx.f_code
-
-
-def sources_behind_graph() -> list[str]:
-    """Asked by a backend: where Dynamo reads what the traced function returns, keeps or stores besides the graph's own
-    outputs, as Python expressions."""
-    translator = _translator()
-    if translator is None:
-        return []
-    effects = translator.output.side_effects
-    written = [variable for variable in effects.id_to_variable.values() if effects.is_modified(variable)]
-    attributes = [dict(values) for values in effects.store_attr_mutations.values()]
-    found: list[str] = []
-
-    def see(variable: VariableTracker) -> None:
-        if variable.source is not None:
-            name = variable.source.name
-            found.append(name() if callable(name) else name)  # a method until 2.12
-
-    VariableTracker.visit(see, [list(translator.stack), dict(translator.symbolic_locals), written, attributes])
-    return found
-
-
-class _Retrace(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):
-    """Dynamo takes the second from a backend, and at the first forgets which calls it has seen: other code may be
-    traced the next time."""
-
-
-def retrace(reason: str) -> NoReturn:
-    """Asked by a backend: let Dynamo trace the function once more."""
-    raise _Retrace(restart_reason=reason)
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ from fsdp_passes.debug import CheckedInterpreter, debug_flags
 from fsdp_passes.errors import CompileCacheError, NothingShardedWarning
 from fsdp_passes.foreign import gathers_parameters
 from fsdp_passes.gather_ops import await_left_behind
-from fsdp_passes.handed_out import trace_handed_out_weights_as_views
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import GradientSink, fsdp_parameter_of
@@ -79,7 +78,6 @@ def overlap_fsdp(
         ScheduleError: the schedule breaks an invariant (with `verify=True`).
     """
     settings = OverlapOptions.from_dict(options)
-    trace_handed_out_weights_as_views()
     inductor_options = {**inductor_mode_options(mode), **settings.inductor}
     for example in example_inputs:
         param = fsdp_parameter_of(example)

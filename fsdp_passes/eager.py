@@ -17,15 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_passes._torch_compat import (
     is_in_backward,
     is_in_compiled_region,
     is_tracing_higher_order_op,
-    local_tensor,
     never_compile_alone,
-    storage_address,
     tree_leaves,
     tree_map_only,
 )
@@ -152,7 +149,6 @@ def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 @torch.compiler.disable(reason=WHY_FOREIGN_GRAPHS_BREAK)  # type: ignore[untyped-decorator]
 def _leave_forward(unit: FsdpUnit, output: Any) -> Any:
     output = tree_map_only(nn.Parameter, _copy_of_gathered, output)
-    output = _copy_views(unit, output)
     if unit.may_run_eagerly:
         unit.may_run_eagerly = False  # all of it was compiled
     elif not is_in_backward():
@@ -168,18 +164,6 @@ def _copy_of_gathered(tensor: nn.Parameter) -> torch.Tensor:
     if not param.unit.is_unsharded:
         _gather_on_demand(param.unit)
     return tensor.clone()
-
-
-def _copy_views(unit: FsdpUnit, output: Any) -> Any:
-    """`output` with a copy in place of each tensor that lies in gathered memory: `weight.t()`, `weight[:2]`."""
-    params = [param for owner in unit.context.units if owner.gathered_versions is not None for param in owner.params]
-    addresses = {param.placeholder.untyped_storage().data_ptr() for param in params} - {0}
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-        return tensor.clone() if storage_address(local) in addresses else tensor
-
-    return tree_map_only(torch.Tensor, copy, output) if addresses else output
 
 
 def _end_forward(unit: FsdpUnit, output: Any) -> None:

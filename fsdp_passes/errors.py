@@ -86,17 +86,6 @@ class PhaseError(FsdpError, RuntimeError):
         )
 
 
-class ReplacedParameterError(FsdpError, RuntimeError):
-    """Something else than a DTensor like ours stands where a module had its sharded parameter."""
-
-    def __init__(self, parameter: str, found: str, expected: str) -> None:
-        super().__init__(
-            f"{parameter}: expected {expected}, found {found} in its place. Change its values in place under "
-            "torch.no_grad(), or with load_state_dict(); replace or remove parameters before fully_shard. "
-            "torch.func.functional_call with other tensors works on a model that is not sharded."
-        )
-
-
 class UnitInUseError(FsdpError, RuntimeError):
     """Memory was to be released that a running forward or backward still reads."""
 

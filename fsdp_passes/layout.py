@@ -6,12 +6,11 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fsdp_passes._torch_compat import dtensor_of, join_meshes, strided_shard
-from fsdp_passes.errors import ReplacedParameterError
 from fsdp_passes.mesh import placements_on
 
 
@@ -76,22 +75,6 @@ class TensorParallel(NamedTuple):
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
-
-
-def check_replacement(found: Tensor | None, ours: Tensor, parameter: str) -> None:
-    """Raise `ReplacedParameterError` unless `found` may take the place of the DTensor `ours`: distributed as that one
-    is, and a parameter of its own. Gradients for what `torch.func.functional_call` swaps in would be lost."""
-    assert isinstance(ours, DTensor)
-    expected = f"a DTensor of shape {tuple(ours.shape)} with {ours.placements} on {ours.device_mesh}"
-    if not isinstance(found, DTensor):
-        what = "nothing" if found is None else f"a {type(found).__name__} of shape {tuple(found.shape)}"
-        raise ReplacedParameterError(parameter, what, expected)
-    is_alike = found.shape == ours.shape and found.placements == ours.placements
-    if not is_alike or found.device_mesh != ours.device_mesh:
-        what = f"one of shape {tuple(found.shape)} with {found.placements} on {found.device_mesh}"
-        raise ReplacedParameterError(parameter, what, expected)
-    if torch.is_grad_enabled() and not isinstance(found, nn.Parameter):
-        raise ReplacedParameterError(parameter, "a DTensor that is no nn.Parameter", "an nn.Parameter")
 
 
 def sharded_dtensor(

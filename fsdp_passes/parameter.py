@@ -14,14 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_passes._torch_compat import local_tensor, replace_local_tensor, without_version_bump
 from fsdp_passes.errors import OffloadedDeviceError
-from fsdp_passes.layout import (
-    TensorParallel,
-    check_replacement,
-    part_of,
-    scattered_from_whole,
-    sharded_dtensor,
-    whole_from_gathered,
-)
+from fsdp_passes.layout import TensorParallel, part_of, scattered_from_whole, sharded_dtensor, whole_from_gathered
 from fsdp_passes.mesh import num_replicas, num_shards, replica_group, shard_group, shard_index
 from fsdp_passes.offload import Home
 
@@ -150,10 +143,9 @@ class FsdpParameter:
     def sharded_param(self) -> nn.Parameter:
         """The DTensor that the module holds now."""
         module, name = self.references[0]
-        param = module._parameters.get(name)
-        if param is not self.adopted_param:
-            check_replacement(param, self.adopted_param, self.qualified_name)
-        return param  # type: ignore[return-value]
+        param = module._parameters[name]
+        assert param is not None
+        return param
 
     def shard(self) -> torch.Tensor:
         """This rank's padded shard, shape (rows_per_rank, *rest), in the original dtype.
@@ -167,9 +159,8 @@ class FsdpParameter:
     def adopt_current(self) -> nn.Parameter:
         """The DTensor that the module holds now; afterwards its rows are those of `padded_local`."""
         module, name = self.references[0]
-        param = module._parameters.get(name)
+        param = module._parameters[name]
         if param is not self.adopted_param or local_tensor(param) is not self._adopted_local:  # type: ignore[arg-type]
-            check_replacement(param, self.adopted_param, self.qualified_name)
             assert param is not None
             self._adopt(param)
         return param

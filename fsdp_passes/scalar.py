@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_passes._torch_compat import is_in_backward, local_tensor
 from fsdp_passes.gradients import accumulate_gradient
-from fsdp_passes.layout import check_replacement
 from fsdp_passes.mesh import num_replicas, placements_on
 from fsdp_passes.ops import gradient_division
 
@@ -64,10 +63,7 @@ class FsdpScalar:
     def shard(self) -> torch.Tensor:
         """The value on this rank. Picks up a DTensor that replaced ours, as `FsdpParameter.shard` does."""
         module, name = self.references[0]
-        param = module._parameters.get(name)
-        if param is not self.adopted_param:
-            path = f"{self.unit.name}.{self.name}" if self.unit.name else self.name
-            check_replacement(param, self.adopted_param, path)
+        param = module._parameters[name]
         assert param is not None
         if param is not self.adopted_param or local_tensor(param) is not self._adopted_local:
             self.adopted_param = param

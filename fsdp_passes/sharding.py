@@ -20,7 +20,6 @@ from fsdp_passes.eager import gather_for_eager_read, install_hooks
 from fsdp_passes.errors import PickledModuleError
 from fsdp_passes.foreign import WHY_FOREIGN_GRAPHS_BREAK, is_traced_by_foreign_backend
 from fsdp_passes.fsdp_module import FsdpModule
-from fsdp_passes.handed_out import are_reads_views
 from fsdp_passes.mesh import shard_subgroup
 from fsdp_passes.offload import Home
 from fsdp_passes.parameter import FsdpParameter
@@ -236,8 +235,7 @@ def _face(name: str, module: nn.Module) -> torch.Tensor:
     if torch.compiler.is_compiling():
         if is_traced_by_foreign_backend() and param.placeholder.untyped_storage().size() == 0:
             return read_outside_graph(module, name)
-        face = param.face()
-        return face.view_as(face) if are_reads_views() else face
+        return param.face()
     if not param.unit.is_unsharded:
         gather_for_eager_read(param.unit)
     if param.unit.is_unsharded:
