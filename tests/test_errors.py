@@ -21,7 +21,6 @@ EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
     errors.PhaseError: ("layers.0", "backward", "forward"),
     errors.UnitInUseError: ("layers.0", "forward"),
     errors.StaleParametersError: ("layers.0",),
-    errors.ReplacedParameterError: ("layers.0.weight", "a plain Parameter", "this unit's DTensor"),
     errors.OffloadedDeviceError: ("layers.0.weight", "cuda:0"),
     errors.DeviceError: ("layers.0", "cuda:0", "cpu"),
     errors.MeshError: ("one with 3 dimensions, ('replicate', 'shard', 'tensor')",),
@@ -106,10 +105,6 @@ unit 'layers.0': expected reshard() outside of its forward and backward, found i
 [StaleParametersError]
 unit 'layers.0': expected the parameters of the forward, found that they were written since (an optimizer's step
         between forward and backward?). Gradients would be wrong. Run the backward before it.
-[ReplacedParameterError]
-layers.0.weight: expected this unit's DTensor, found a plain Parameter in its place. Change its values in place
-        under torch.no_grad(), or with load_state_dict(); replace or remove parameters before fully_shard.
-        torch.func.functional_call with other tensors works on a model that is not sharded.
 [OffloadedDeviceError]
 layers.0.weight: expected its shards on the CPU, as offload_policy=CPUOffloadPolicy() has it, found them on cuda:0.
         Gathered parameters and buffers are on the device by themselves: move the model back with model.to('cpu'),
