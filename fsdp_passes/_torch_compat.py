@@ -453,7 +453,8 @@ def compile_cache_failure(error: Exception) -> tuple[str, OSError] | None:
         return None
     folder = os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
     named = cause.filename  # a write into a full disk names none
-    return (folder, cause) if named is None or os.path.abspath(os.fsdecode(named)).startswith(folder) else None
+    is_inside = named is None or f"{os.path.abspath(os.fsdecode(named))}{os.sep}".startswith(f"{folder}{os.sep}")
+    return (folder, cause) if is_inside else None
 
 
 # ---- eager collectives -----------------------------------------------------------------------------------------------

@@ -158,9 +158,10 @@ def _fetch_and_start(
 ) -> tuple[list[Tensor], Any]:
     """Copy shards from the CPU to the device and gather them there, on the communication stream.
 
-    The copies wait for the gather before them and for no compute: the host wrote the shards before it came here. The
-    gather itself waits for the compute that was queued before it, as every start does, which may still read the memory
-    that it is given. Returns the results, which belong to the current stream, and the work to wait for.
+    The copies wait for the gather before them, and with it for the compute that this one waited for; for no later
+    compute, since the host wrote the shards before it came here. The gather itself waits for the compute that was
+    queued before it, as every start does, which may still read the memory that it is given. Returns the results, which
+    belong to the current stream, and the work to wait for.
     """
     with context.on_communication_stream(device):
         inputs = _to_send(fetch(shards, device), dtype, packed)

@@ -98,7 +98,7 @@ def test_clipped_steps_equal_fsdp2(two_nccl_ranks: RankPool, way: str) -> None:
 
 
 def copies(way: str) -> tuple[int, int, int, float]:
-    """Copies of at least 64 KiB in a step: to the device, to the CPU, those of them on a stream that also runs matrix
+    """Copies of more than 5 us in a step: to the device, to the CPU, those of them on a stream that also runs matrix
     products, and the share of their time during which a product runs (printed, not asserted: ranks may share a GPU)."""
     torch.manual_seed(0)
     model = fully_shard(Transformer(dim=1024, layers=4), units=["layers.*"], offload_policy=CPUOffloadPolicy())
