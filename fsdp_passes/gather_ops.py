@@ -88,6 +88,8 @@ def _start(
     The casts belong to this operator and not to the graph: all of them are one kernel, and a compiler that owned the
     cast shards could give their memory away while the collective still reads it. So do copies to the device.
     """
+    if unit is not None:
+        unit.check_group()  # a backward may come too late
     if unit is not None and (device is not None or _is_cast_on_gpu(shards, dtype)):
         started, work = _prepare_and_start(unit.context, shards, world_size, group_name, dtype, packed, device)
         for tensor in started:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from fsdp_passes._torch_compat import group_of
 from fsdp_passes.arguments import ReduceGrad, ReduceReplicas, Unshard
+from fsdp_passes.errors import ProcessGroupGoneError
 from fsdp_passes.layout import part_of, scattered_from_whole, whole_from_gathered
-from fsdp_passes.regions import label_text, pop_region, push_region, region_name
+from fsdp_passes.regions import REDUCE_SCATTER_REGION, label_text, pop_region, push_region, region_name
 
 c10d = torch.ops._c10d_functional
 
@@ -288,6 +289,8 @@ library.define("region_end(Tensor(a!) label) -> ()")
 
 
 def _region_begin(label: Tensor, phase: str) -> None:
+    if phase == REDUCE_SCATTER_REGION and not dist.is_initialized():
+        raise ProcessGroupGoneError(label_text(label))  # the graph itself would say only that a name is unknown
     push_region(region_name(label_text(label), phase))
 
 
