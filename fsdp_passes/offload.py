@@ -96,19 +96,25 @@ class Offloading:
         device = grads[0].device
         if device.type != "cuda":
             return list(grads)
-        if self._stream is None or self._stream.device != device:
-            self._stream = torch.cuda.Stream(device)
+        stream = self.stream_to_cpu(device)
         # The gradients are made on the stream that is current here.
-        self._stream.wait_event(torch.cuda.current_stream(device).record_event())
+        stream.wait_event(torch.cuda.current_stream(device).record_event())
         sent = []
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(stream):
             for grad in grads:
                 # Dropped behind this call; their memory belongs to another stream, which could reuse it at once.
-                grad.record_stream(self._stream)
+                grad.record_stream(stream)
                 sent.append(torch.empty(grad.shape, dtype=grad.dtype, device=CPU, pin_memory=pinned))
                 sent[-1].copy_(grad, non_blocking=pinned)
-            self._last_sent = self._stream.record_event()
+            self._last_sent = stream.record_event()
         return sent
+
+    def stream_to_cpu(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream on which gradients are copied from `device`, a CUDA device, to the CPU. Made at its first use, and
+        anew when the model has moved to another device."""
+        if self._stream is None or self._stream.device != device:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
 
     def await_sent(self) -> None:
         """Let the host wait for all copies to the CPU that were started."""
