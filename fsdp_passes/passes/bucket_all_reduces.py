@@ -87,7 +87,7 @@ def _reduce_packed(builder: BucketBuilder, nodes: list[fx.Node], group_name: str
 
 def _division(node: fx.Node) -> GradientDivision:
     call = ReduceReplicas.of(node)
-    averages = group_averages(call.group_name)
+    averages = group_averages(call.group_name, call.grad.meta["val"].device)
     return gradient_division(call.num_replicas, call.reduce_dtype, call.divide_factor, averages=averages)
 
 

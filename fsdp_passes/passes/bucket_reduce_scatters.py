@@ -108,7 +108,7 @@ def _reduce_packed(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dt
 def _division(node: fx.Node) -> GradientDivision:
     """A unit's gradients have one factor."""
     call = ReduceGrad.of(node)
-    averages = group_averages(call.group_name)
+    averages = group_averages(call.group_name, call.grad.meta["val"].device)
     return gradient_division(call.world_size, call.reduce_dtype, call.divide_factor, averages=averages)
 
 

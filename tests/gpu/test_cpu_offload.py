@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_passes import fully_shard, overlap_fsdp
+from fsdp_passes.ops import group_averages
 from tests.models import Transformer, token_batches
 from tests.ranks import RankPool
 from tests.steps import assert_same_steps, record_steps
@@ -67,6 +68,9 @@ def trains(way: str, pinned: bool, clip: bool) -> None:
     exact = record_steps(reference, batches, sharded=False, clip=norm)
     assert_same_steps(found, exact, f"{way} against the unsharded model")
     if clip:
+        assert mesh is not None
+        name = mesh.get_group().group_name
+        assert (group_averages(name, torch.device("cuda")), group_averages(name, torch.device("cpu"))) == (True, False)
         for module in (*twin.layers, twin):
             fsdp2.fully_shard(module, mesh=mesh, offload_policy=policy)
         theirs = record_steps(twin, batches, sharded=True, clip=norm)
