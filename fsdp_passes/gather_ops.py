@@ -86,7 +86,6 @@ def _all_gather_ahead(
     dtype: torch.dtype,
     packed: bool,
     is_backward: bool,
-    is_hidden: bool,
     device: torch.device | None = None,
 ) -> list[Tensor]:
     unit = _unit_of(label)
@@ -95,7 +94,7 @@ def _all_gather_ahead(
     if unit is None or not params:
         return start(shards, transfer, None if unit is None else unit.context)
     request = GatherRequest(params, transfer)
-    _enter(unit, request, is_backward, is_hidden)
+    _enter(unit, request, is_backward)
     copies = None if packed else _copies_of_gathered(unit, params)
     if copies is not None:
         return copies
@@ -133,9 +132,8 @@ def _copies_of_gathered(unit: FsdpUnit, params: tuple[FsdpParameter, ...]) -> li
     return [param.gathered_copy() for param in params]
 
 
-def _enter(unit: FsdpUnit, request: GatherRequest, is_backward: bool, is_hidden: bool) -> None:
-    """Tell the context that a graph has begun. A unit with two dtypes calls this twice. A gather that is hidden in its
-    own graph is not started ahead of it."""
+def _enter(unit: FsdpUnit, request: GatherRequest, is_backward: bool) -> None:
+    """Tell the context that a graph has begun. A unit with two dtypes calls this twice."""
     context = unit.context
     lookahead = context.lookahead
     if lookahead.open_requests is not None:
@@ -145,14 +143,12 @@ def _enter(unit: FsdpUnit, request: GatherRequest, is_backward: bool, is_hidden:
     in_backward = is_in_backward()
     is_grad_enabled = in_backward or context.is_grad_enabled
     entry = Entry(request, True, is_backward, in_backward, is_grad_enabled)
-    start = functools.partial(_start_ahead, unit, [] if is_hidden else requests)
+    start = functools.partial(_start_ahead, unit, requests)
     if lookahead.enter(entry, start):
         drop_started(context)
 
 
 def _start_ahead(unit: FsdpUnit, requests: list[GatherRequest]) -> None:
-    if not requests:
-        return
     drop_started(unit.context)
     with starting(unit, ALL_GATHER_REGION):
         for request in requests:
@@ -183,7 +179,7 @@ def _start_next_graph(label: Tensor) -> None:
 _SHARED = "Tensor[] shards, Tensor? label, int world_size, str group_name, ScalarType dtype, bool packed"
 # `device`: where to gather shards that live on the CPU.
 library.define(f"all_gather({_SHARED}, Device? device=None) -> Tensor[]")
-library.define(f"all_gather_ahead({_SHARED}, bool is_backward, bool is_hidden, Device? device=None) -> Tensor[]")
+library.define(f"all_gather_ahead({_SHARED}, bool is_backward, Device? device=None) -> Tensor[]")
 # Declared to write the label, like a region, so that no compiler removes it.
 library.define("start_next_graph(Tensor(a!) label) -> ()")
 library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
@@ -209,7 +205,7 @@ def _fake(
 torch.library.register_fake("fsdp_passes::all_gather", _fake, lib=library)
 torch.library.register_fake(
     "fsdp_passes::all_gather_ahead",
-    lambda shards, label, world_size, group_name, dtype, packed, is_backward, is_hidden, device=None: _fake(
+    lambda shards, label, world_size, group_name, dtype, packed, is_backward, device=None: _fake(
         shards, label, world_size, group_name, dtype, packed, device
     ),
     lib=library,
