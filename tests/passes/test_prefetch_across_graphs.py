@@ -73,15 +73,6 @@ def test_both_dtypes_of_the_first_unit_can_be_started_ahead() -> None:
 
 
 @pytest.mark.usefixtures("eight_fake_ranks")
-def test_a_gather_that_its_own_graph_hides_is_not_started_ahead() -> None:
-    forward, backward = transformer_record().graphs
-    (ahead,) = [line for line in forward.passes["prefetch_across_graphs"].splitlines() if "all_gather_ahead" in line]
-    assert ahead.endswith("False, False)")  # neither a backward nor hidden
-    (ahead,) = [line for line in backward.passes["prefetch_across_graphs"].splitlines() if "all_gather_ahead" in line]
-    assert ahead.endswith("True, True)")  # behind the head's two products
-
-
-@pytest.mark.usefixtures("eight_fake_ranks")
 def test_a_second_run_and_a_graph_without_labels_change_nothing() -> None:
     graph = trace(lambda shard, x: x @ unshard(shard, 0), SHARD, X).graph
     bucket_all_gathers(graph, bucket_mode="coalesced")
