@@ -199,7 +199,7 @@ class Block(nn.Module):
         return torch.tanh(self.inner(x) * self.temperature)
 
     def tied(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.weight)
+        return torch.tanh(x @ self.weight.to(x.dtype))  # of another leaf, which may have another dtype
 
     def sequence(self, x: Tensor) -> Tensor:
         for child in self.children_:
