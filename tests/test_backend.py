@@ -133,12 +133,12 @@ def test_a_second_process_group_after_the_first_was_destroyed() -> None:
     assert_trains(overlap_fsdp, options)
 
 
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_a_mode_of_inductor_trains(mode: str) -> None:
+def test_a_mode_of_inductor_trains() -> None:
+    """ "max-autotune" sets the same and more, which takes a minute to compile."""
     reference = TinyTransformer()
     model = fully_shard(copy.deepcopy(reference), units=["layers.*"])
     tokens = torch.arange(4)
-    found = torch.compile(model, backend=overlap_fsdp, mode=mode)(tokens)
+    found = torch.compile(model, backend=overlap_fsdp, mode="reduce-overhead")(tokens)
     found.square().sum().backward()
     expected = reference(tokens)
     expected.square().sum().backward()
