@@ -181,6 +181,8 @@ def _compile_inner(
     patches = {
         **inductor_schedulers_off(),
         **inductor_options,
+        # A CUDA graph replays kernels without the host, which watches the collectives and compares them.
+        "triton.cudagraphs": False,
         "joint_custom_post_pass": TagJointGraph(),
         "post_grad_custom_post_pass": lower,
         "_pre_fusion_custom_pass": SchedulerPassWithSources(fence_reductions),
