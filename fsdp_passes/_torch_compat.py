@@ -94,6 +94,7 @@ __all__ = [
     "scheduler_node_kind",
     "set_dynamo_source",
     "sizes_as_given",
+    "storage_address",
     "strided_shard",
     "symbols_apart",
     "trace_artifact",
@@ -163,6 +164,17 @@ def has_gradient_hooks(param: torch.Tensor) -> bool:
 def without_version_bump(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """In-place writes inside leave autograd's version counter of `tensor` as it was."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Where the memory of `tensor` begins; 0 for tensors without memory of their own: wrappers of other tensors
+    (DTensor, asynchronous collectives' results), sparse ones, those of `torch.func`, and empty ones."""
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # no storage, or one that nobody may look at
+        return 0
 
 
 def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

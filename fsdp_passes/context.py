@@ -95,6 +95,7 @@ class FsdpContext:
         on_demand: units that were gathered for eager code behind a graph break.
         lookahead: the order of graphs and eager units, and the gathers that were started ahead of graphs.
         offloading: copies of shards and gradients that live on the CPU.
+        gathered_addresses: where the memory of each gathered parameter begins, until it is dropped.
         is_last_backward: whether a backward ends with a wait for its reductions; else the next one waits for them.
         is_grad_enabled: whether gradients were enabled where the running compiled graph was called.
     """
@@ -112,6 +113,7 @@ class FsdpContext:
         self.finished_backward: list[FsdpUnit] = []
         self.lookahead = LookAhead()
         self.offloading = Offloading()
+        self.gathered_addresses: set[int] = set()
         self.is_grad_enabled = True
         self.is_last_backward = True
         self._streams = Streams()
@@ -131,6 +133,7 @@ class FsdpContext:
             unit.context = self
         self.units.extend(other.units)
         other.units = []
+        self.gathered_addresses |= other.gathered_addresses
 
     # ---- orders ------------------------------------------------------------------------------------------------------
 

@@ -17,16 +17,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_passes._torch_compat import (
     is_in_backward,
     is_in_compiled_region,
     is_tracing_higher_order_op,
+    local_tensor,
     never_compile_alone,
+    storage_address,
     tree_leaves,
     tree_map_only,
 )
-from fsdp_passes.context import Phase
+from fsdp_passes.context import FsdpContext, Phase
 from fsdp_passes.eager_backward import pre_backward, unit_has_input_gradients, watch_gradient
 from fsdp_passes.foreign import (
     WHY_FOREIGN_GRAPHS_BREAK,
@@ -149,6 +152,7 @@ def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 @torch.compiler.disable(reason=WHY_FOREIGN_GRAPHS_BREAK)  # type: ignore[untyped-decorator]
 def _leave_forward(unit: FsdpUnit, output: Any) -> Any:
     output = tree_map_only(nn.Parameter, _copy_of_gathered, output)
+    output = _copy_views_of_gathered(unit.context, output)
     if unit.may_run_eagerly:
         unit.may_run_eagerly = False  # all of it was compiled
     elif not is_in_backward():
@@ -164,6 +168,21 @@ def _copy_of_gathered(tensor: nn.Parameter) -> torch.Tensor:
     if not param.unit.is_unsharded:
         _gather_on_demand(param.unit)
     return tensor.clone()
+
+
+def _copy_views_of_gathered(context: FsdpContext, output: Any) -> Any:
+    """`output` with a copy in place of each tensor that lies in gathered memory: `weight.t()`, `weight[2:]`.
+
+    Also behind a root or another unit that stays gathered: the caller may read its output when the backward is over.
+    """
+    addresses = context.gathered_addresses
+
+    def is_gathered(tensor: torch.Tensor) -> bool:
+        return storage_address(local_tensor(tensor) if isinstance(tensor, DTensor) else tensor) in addresses
+
+    if not addresses or not any(is_gathered(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)):
+        return output
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.clone() if is_gathered(tensor) else tensor, output)
 
 
 def _end_forward(unit: FsdpUnit, output: Any) -> None:

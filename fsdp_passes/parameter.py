@@ -75,6 +75,7 @@ class FsdpParameter:
         self._partial: nn.Parameter | None = None
         # This rank's rows among a part of the ranks, between forward and backward, in the compute dtype.
         self.kept_part: torch.Tensor | None = None
+        self._gathered_address = 0  # of the placeholder's storage, as the context knows it
         self.num_adoptions = 0  # how often another DTensor took our place
         self._set_dtypes(param.dtype)
 
@@ -95,7 +96,7 @@ class FsdpParameter:
         new = object.__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(self.__dict__, _accumulated_grad=None, _partial=None, _adopted_local=None)
-        new.kept_part = None
+        new.kept_part, new._gathered_address = None, 0
         for name in ("unit", "references", "adopted_param"):
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         # The placeholder has no values to copy. The shard takes those of the copied DTensor: `shard` adopts it, since
@@ -328,6 +329,7 @@ class FsdpParameter:
         num_bytes = max(math.prod(shape), math.prod(self.gathered_shape)) * self.param_dtype.itemsize
         with without_version_bump(self.placeholder):
             self.placeholder.untyped_storage().resize_(num_bytes)
+        self._note_address()
         if self.shard_dim and kept is None:
             return torch.empty(shape, dtype=self.param_dtype, device=self.placeholder.device)
         return self._stored(shape)
@@ -349,6 +351,14 @@ class FsdpParameter:
     def release(self) -> None:
         """Drop the gathered storage. The caller has made sure that no stream reads it any more."""
         self.placeholder.untyped_storage().resize_(0)
+        self._note_address()
+
+    def _note_address(self) -> None:
+        addresses = self.unit.context.gathered_addresses
+        addresses.discard(self._gathered_address)
+        self._gathered_address = self.placeholder.untyped_storage().data_ptr()
+        if self._gathered_address:
+            addresses.add(self._gathered_address)
 
 
 def fsdp_parameter_of(tensor: object) -> FsdpParameter | None:
