@@ -12,7 +12,6 @@ from fsdp_passes.schedule import (
     START,
     bucket_of,
     gathered_reads,
-    is_heavy,
     is_marker,
     role_of,
 )

@@ -191,8 +191,11 @@ def inductor_overlap_options() -> dict[str, Any]:
 def _ours(setting: Setting, *, options: dict[str, Any] | None, keep_last: bool = False) -> System:
     model: Any = setting.shape.make(setting.device)
     if keep_last:
-        fully_shard(model.layers[-1], mesh=setting.mesh, mp_policy=setting.policy, reshard_after_forward=False)
-    fully_shard(model, mesh=setting.mesh, mp_policy=setting.policy, units=["layers.*"])
+        for layer in model.layers:
+            reshard = layer is not model.layers[-1]
+            fully_shard(layer, mesh=setting.mesh, mp_policy=setting.policy, reshard_after_forward=reshard)
+    units = None if keep_last else ["layers.*"]
+    fully_shard(model, mesh=setting.mesh, mp_policy=setting.policy, units=units)
     call = model if options is None else torch.compile(model, backend=overlap_fsdp, options=options)
     return System(setting, model, call)
 
