@@ -53,6 +53,7 @@ class HandOut(torch.autograd.Function):
         ctx: Any, params: list[FsdpParameter], num_whole: int, reduce_group_suffix: str, *sharded: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.params, ctx.first_whole, ctx.suffix = params, len(params) - num_whole, reduce_group_suffix
+        ctx.set_materialize_grads(False)  # what the graph makes no gradient for has none, as without sharding
         ctx.versions = [param._version for param in sharded]
         # Fresh aliases: autograd writes its history into the tensors that a Function returns.
         taken = [param.padded_local for param in params[: ctx.first_whole]]
@@ -92,7 +93,9 @@ def _reduce_behind_graph(
     if not params:
         return []
     context = params[0].unit.context
-    whole = dict(zip(params, grads, strict=True))
+    whole = {param: grad for param, grad in zip(params, grads, strict=True) if grad is not None}
+    if not whole:
+        return [None] * len(params)
     if not all(writes_gradient(node) for node, _ in receivers) or any(
         has_gradient_hooks(param.sharded_param) for param in params
     ):

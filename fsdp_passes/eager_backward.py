@@ -86,6 +86,8 @@ def _watch_partial(param: FsdpParameter) -> None:
 
 
 def _partial_is_ready(param: FsdpParameter) -> None:
+    if param.partial_grad is None:
+        return  # autograd came by without a gradient
     param.unit.accumulating_partially.add(param)
     queue_end_of_backward(param.unit.context)
 
@@ -97,11 +99,22 @@ def _gradient_is_ready(param: FsdpParameter) -> None:
     trainable = [other for other in unit.params if other.placeholder.requires_grad]
     if len(unit.ready_grads) < len(trainable):
         return
-    take_gradients(unit, trainable)
+    take_gradients(unit, _with_gradients(unit))
     unit.ready_grads.clear()
     unit.are_grads_reduced = True
     if len(trainable) == len(unit.params) or unit.has_input_grads:
         _finish_backward(unit)
+
+
+def _with_gradients(unit: FsdpUnit) -> list[FsdpParameter]:
+    """The parameters that this backward made a gradient for, or with sync an earlier one without. Autograd comes to
+    others, too: a graph or an `autograd.Function` may read a parameter and give it none."""
+    is_synced = unit.syncs_gradients
+    return [
+        param
+        for param in unit.params
+        if param.placeholder.grad is not None or (is_synced and param.accumulated_grad is not None)
+    ]
 
 
 def unit_has_input_gradients(unit: FsdpUnit) -> None:
@@ -133,12 +146,7 @@ def _end_backward(context: FsdpContext) -> None:
     context.is_backward_callback_queued = False
     context.switch_backward_region(None)
     for unit in context.units:
-        is_synced = unit.syncs_gradients
-        with_grads = [
-            param
-            for param in unit.params
-            if param.placeholder.grad is not None or (is_synced and param.accumulated_grad is not None)
-        ]
+        with_grads = _with_gradients(unit)
         if with_grads:
             take_gradients(unit, with_grads)
         unit.ready_grads.clear()

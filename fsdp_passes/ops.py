@@ -251,6 +251,7 @@ def _(whole: Tensor, world_size: int, group_name: str) -> Tensor:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     call = Unshard(*inputs)
+    ctx.set_materialize_grads(False)
     # What takes the gradient, and so how far it is reduced.
     sinks = {"whole": call.whole, "partial": call.partial}
     ctx.sink = next((name for name, sink in sinks.items() if sink is not None), "shard")
@@ -258,10 +259,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.call = call._replace(shard=None, whole=None, partial=None)  # a context keeps no tensors but the label
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     call: Unshard = ctx.call
     grads: list[Tensor | None] = [None] * ctx.num_inputs
-    grads[Unshard._fields.index(ctx.sink)] = _reduced(call, ctx.sink, grad, ctx.orig_dtype)
+    if grad is not None:  # an `autograd.Function` may read the parameter and make no gradient: nothing to reduce then
+        grads[Unshard._fields.index(ctx.sink)] = _reduced(call, ctx.sink, grad, ctx.orig_dtype)
     return tuple(grads)
 
 
