@@ -404,6 +404,7 @@ _INDUCTOR_SCHEDULERS = {
     "bucket_all_gathers_fx": "none",
     "bucket_reduce_scatters_fx": "none",
     "_micro_pipeline_tp": False,
+    "graph_partition": False,  # moves collectives behind the last custom pass, for larger CUDA graphs
 }
 
 

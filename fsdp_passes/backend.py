@@ -31,7 +31,7 @@ from fsdp_passes.agreement import has_peers
 from fsdp_passes.compiled_call import Compiled, CompiledCall
 from fsdp_passes.context import set_mesh_timeout
 from fsdp_passes.debug import CheckedInterpreter, debug_flags
-from fsdp_passes.errors import CompileCacheError, NothingShardedWarning
+from fsdp_passes.errors import CompileCacheError, CudaGraphsWarning, NothingShardedWarning
 from fsdp_passes.foreign import gathers_parameters
 from fsdp_passes.gather_ops import await_left_behind
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
@@ -50,6 +50,8 @@ from fsdp_passes.pipeline import (
     verify_generated_code,
 )
 from fsdp_passes.stand_in import StandIn
+
+_CUDA_GRAPHS = "triton.cudagraphs"  # Inductor's name of the option
 
 
 @gathers_parameters
@@ -90,6 +92,8 @@ def overlap_fsdp(
             _warn_nothing_sharded(gm, example_inputs)
         return _compile_inner(gm, list(example_inputs), settings, inductor_options)
 
+    if inductor_options.get(_CUDA_GRAPHS):
+        _warn_no_cuda_graphs()
     inner, label_from = compile_sharded(gm, uses, example_inputs, settings, inductor_options)
 
     def recompile(*args: Any) -> Any:
@@ -132,6 +136,16 @@ def compile_sharded(
     inputs = place(gm, _local_inputs(example_inputs, uses, label_from))
     with elementwise_recomputed() if settings.recompute_elementwise else contextlib.nullcontext():
         return _compile_inner(gm, inputs, settings, inductor_options, lower), label_from
+
+
+def _warn_no_cuda_graphs() -> None:
+    warnings.warn(
+        f"overlap_fsdp: {_CUDA_GRAPHS} (part of mode='reduce-overhead' and 'max-autotune') is switched off for code "
+        "with sharded parameters, whose collectives are started and watched from the host. "
+        "mode='max-autotune-no-cudagraphs' does not ask for it.",
+        CudaGraphsWarning,
+        stacklevel=2,
+    )
 
 
 _has_warned_nothing_sharded = False  # once in a process: a graph break or a new shape compiles again
@@ -181,6 +195,8 @@ def _compile_inner(
     patches = {
         **inductor_schedulers_off(),
         **inductor_options,
+        # A CUDA graph replays kernels without the host, which watches the collectives and compares them.
+        _CUDA_GRAPHS: False,
         "joint_custom_post_pass": TagJointGraph(),
         "post_grad_custom_post_pass": lower,
         "_pre_fusion_custom_pass": SchedulerPassWithSources(fence_reductions),

@@ -128,6 +128,7 @@ def _leave_at_home(
     if not all(writes_gradient(receivers[i][0]) for i in at_home) or any(
         has_gradient_hooks(params[i].sharded_param) for i in at_home
     ):
+        context.offloading.await_reads()  # a hook may write the shards
         context.offloading.await_sent()
         return
     queue_end_of_backward(context)

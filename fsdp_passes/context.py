@@ -22,6 +22,7 @@ from fsdp_passes.mesh import replica_group, shard_group
 from fsdp_passes.offload import Offloading
 from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.regions import pop_region, push_region
+from fsdp_passes.streams import Purpose, Streams
 from fsdp_passes.unit import FsdpUnit
 from fsdp_passes.watchdog import set_collective_timeout
 
@@ -115,14 +116,7 @@ class FsdpContext:
         self.gathered_addresses: set[int] = set()
         self.is_grad_enabled = True
         self.is_last_backward = True
-        # All-gathers and reduce-scatters are serialized on one stream, so that their temporary buffers belong to one
-        # stream of the caching allocator and each can reuse what another released. Made at the first use: wrapping a
-        # model must not initialize CUDA.
-        self._communication_stream: torch.cuda.Stream | None = None
-        # All-reduces over replicas, whose network is another one as a rule: they run beside the others.
-        self._replica_stream: torch.cuda.Stream | None = None
-        # Casts of shards in compiled code. The fallback casts on the communication stream, which waits for its gathers.
-        self._cast_stream: torch.cuda.Stream | None = None
+        self._streams = Streams()
         self._weights_ready: torch.cuda.Event | None = None
         self._backward_region: str | None = None
         self._device: torch.device | None = None
@@ -193,37 +187,25 @@ class FsdpContext:
             others = [other.params[0].placeholder.device for other in self.units if other.params and other is not unit]
             if self._device in others:
                 raise DeviceError(unit.display_name, str(self._device), str(device))
-            self._device, self._communication_stream, self._weights_ready = device, None, None
-            self._replica_stream = self._cast_stream = None
+            self._device, self._weights_ready = device, None
 
     # ---- streams -----------------------------------------------------------------------------------------------------
 
     def communication_stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """The stream of all collectives, or None on the CPU (gloo runs on threads of its own)."""
-        if device.type != "cuda":
-            return None
-        if self._communication_stream is None:
-            self._communication_stream = torch.cuda.Stream(device, priority=-1)
-        return self._communication_stream
+        """The stream of all-gathers and reduce-scatters, or None on the CPU (gloo runs on threads of its own)."""
+        return self._streams.get(Purpose.COMMUNICATION, device)
 
     def on_communication_stream(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Allocate and run on the communication stream."""
-        stream = self.communication_stream(device)
-        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+        return self._streams.on(Purpose.COMMUNICATION, device)
 
     def on_replica_stream(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Run on the stream of the all-reduces over replicas."""
-        if device.type != "cuda":
-            return contextlib.nullcontext()
-        if self._replica_stream is None:
-            self._replica_stream = torch.cuda.Stream(device, priority=-1)
-        return torch.cuda.stream(self._replica_stream)
+        return self._streams.on(Purpose.REPLICAS, device)
 
     def on_cast_stream(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Allocate and run on the stream of the casts ahead of compiled code's all-gathers."""
-        if self._cast_stream is None:
-            self._cast_stream = torch.cuda.Stream(device, priority=-1)
-        return torch.cuda.stream(self._cast_stream)
+        return self._streams.on(Purpose.CASTS, device)
 
     def record_compute(self, device: torch.device) -> torch.cuda.Event | None:
         """An event behind everything that was queued on the compute stream; None on the CPU."""
@@ -240,8 +222,9 @@ class FsdpContext:
 
     def _communication_waits_for(self, event: torch.cuda.Event | None) -> None:
         if event is not None:
-            assert self._communication_stream is not None
-            self._communication_stream.wait_event(event)
+            stream = self.communication_stream(event.device)
+            assert stream is not None
+            stream.wait_event(event)
 
     # ---- delayed releases and reductions -----------------------------------------------------------------------------
 
@@ -256,7 +239,6 @@ class FsdpContext:
 
     def enqueue_reduction(self, device: torch.device, start: Callable[[], FinishReduction]) -> None:
         """Queue a reduction behind the packing that was just queued on the compute stream."""
-        self.communication_stream(device)
         self.delayed_reductions.append(DelayedReduction(self.record_compute(device), start))
 
     def drain_delayed_reductions(self, target_length: int) -> None:
@@ -287,7 +269,6 @@ class FsdpContext:
                 following = self.started_reductions.popleft()(not self.is_backward_callback_queued)
                 if following is not None:
                     self.started_reductions.append(following)
-        self.offloading.land(is_wanted=not self.is_backward_callback_queued)
         self.is_backward_callback_queued = False
         self.finished_backward.clear()
         self._backward_region = None

@@ -159,9 +159,10 @@ def _end_backward(context: FsdpContext) -> None:
     if context.is_last_backward:
         context.finish_reductions(0)
         _reduce_what_waits_for_replicas(context)
-        context.offloading.land()
     context.drain_delayed_releases(0)
-    context.offloading.await_reads()  # an optimizer may write the shards now
+    # First the reads: a gradient that lands calls hooks, and one of them may step an optimizer, which writes shards.
+    context.offloading.await_reads()
+    context.offloading.end_backward(is_last=context.is_last_backward)
 
 
 def _reduce_what_waits_for_replicas(context: FsdpContext) -> None:

@@ -353,6 +353,10 @@ class PickledModuleError(FsdpError, NotImplementedError):
         )
 
 
+class CudaGraphsWarning(UserWarning):
+    """CUDA graphs were asked for; the code of a sharded model is compiled without them."""
+
+
 class NothingShardedWarning(UserWarning):
     """A model without sharded parameters was compiled with `overlap_fsdp`."""
 

@@ -1,4 +1,4 @@
-"""The all-gather of compiled graphs, and its start ahead of the graph that needs it.
+"""The all-gather of compiled graphs as operators, and its start ahead of the graph that needs it.
 
 `all_gather` casts the shards and starts one collective; `wait_tensor` waits for each result. `all_gather_ahead` is the
 same for the first unit of a graph: the graph before it, or an eager unit, may have started it already.
@@ -16,17 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_passes._torch_compat import (
-    all_gather_coalesced,
-    foreach_copy,
-    group_of,
-    is_in_backward,
-    register_work,
-    tree_leaves,
-)
+from fsdp_passes._torch_compat import is_in_backward, register_work, tree_leaves
 from fsdp_passes.errors import CollectiveError
+from fsdp_passes.gather_start import Transfer, start, start_unregistered
 from fsdp_passes.lookahead import Entry
-from fsdp_passes.offload import fetch
 from fsdp_passes.ops import c10d, library
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import ALL_GATHER_REGION, label_owner
@@ -42,10 +35,7 @@ class GatherRequest(NamedTuple):
     """One collective of a unit: which parameters, and how they travel."""
 
     params: tuple[FsdpParameter, ...]
-    world_size: int
-    group_name: str
-    dtype: torch.dtype
-    packed: bool
+    transfer: Transfer
 
 
 class StartedGather(NamedTuple):
@@ -74,131 +64,6 @@ def await_left_behind(error: BaseException, values: Iterable[Any] = ()) -> None:
                 c10d.wait_tensor(value)
 
 
-def _start(
-    shards: list[Tensor],
-    world_size: int,
-    group_name: str,
-    dtype: torch.dtype,
-    packed: bool,
-    device: torch.device | None,
-    unit: FsdpUnit | None,
-) -> list[Tensor]:
-    """Start the collective. The results are undefined until `wait_tensor` was called on each.
-
-    The casts belong to this operator and not to the graph: all of them are one kernel, and a compiler that owned the
-    cast shards could give their memory away while the collective still reads it. So do copies to the device.
-    """
-    if unit is not None:
-        unit.check_group()  # a backward may come too late
-    if unit is not None and (device is not None or _is_cast_on_gpu(shards, dtype)):
-        started, work = _prepare_and_start(unit.context, shards, world_size, group_name, dtype, packed, device)
-        for tensor in started:
-            register_work(tensor, work)  # for the graph's `wait_tensor`
-        return started
-    inputs = _to_send(shards if device is None else fetch(shards, device), dtype, packed)
-    if packed:
-        return [c10d.all_gather_into_tensor(inputs[0], world_size, group_name)]
-    gathered: list[Tensor] = c10d.all_gather_into_tensor_coalesced(inputs, world_size, group_name)
-    return gathered
-
-
-def _prepare_and_start(
-    context: FsdpContext,
-    shards: list[Tensor],
-    world_size: int,
-    group_name: str,
-    dtype: torch.dtype,
-    packed: bool,
-    device: torch.device | None,
-) -> tuple[list[Tensor], Any]:
-    """Start the collective outside of PyTorch's registry, with what has to be done to the shards first on another
-    stream than the compute's. Returns the results, which belong to the current stream, and the work to wait for."""
-    if device is not None:
-        return _fetch_and_start(context, shards, world_size, group_name, dtype, packed, device)
-    if _is_cast_on_gpu(shards, dtype):
-        return _cast_and_start(context, shards, world_size, group_name, dtype, packed)
-    inputs = _to_send(shards, dtype, packed)
-    gathered = _room_for(inputs, world_size)
-    return gathered, all_gather_coalesced(gathered, inputs, group_of(group_name))
-
-
-def _is_cast_on_gpu(shards: list[Tensor], dtype: torch.dtype) -> bool:
-    return shards[0].is_cuda and any(shard.dtype != dtype for shard in shards)
-
-
-def _cast_and_start(
-    context: FsdpContext, shards: list[Tensor], world_size: int, group_name: str, dtype: torch.dtype, packed: bool
-) -> tuple[list[Tensor], Any]:
-    """Cast the shards on a stream of their own: memory traffic that goes on beside the matrix products of the unit
-    ahead, instead of in front of them.
-
-    Not on the communication stream: that waits for each gather of the fallback, and the next cast would wait with it.
-    The stream waits for the compute that was queued before this start: for the optimizer, which wrote the shards, for
-    what still reads the memory that the results are given, and for the gathers that read earlier casts. Those are
-    dropped when the compute stream has been told to wait for their gather, and this stream may reuse their memory.
-    """
-    device = shards[0].device
-    computed = context.record_compute(device)
-    assert computed is not None
-    with context.on_cast_stream(device):
-        torch.cuda.current_stream(device).wait_event(computed)
-        inputs = _to_send(shards, dtype, packed)
-    gathered = _room_for(inputs, world_size)
-    with context.on_cast_stream(device):
-        work = all_gather_coalesced(gathered, inputs, group_of(group_name))
-    return gathered, work
-
-
-def _fetch_and_start(
-    context: FsdpContext,
-    shards: list[Tensor],
-    world_size: int,
-    group_name: str,
-    dtype: torch.dtype,
-    packed: bool,
-    device: torch.device,
-) -> tuple[list[Tensor], Any]:
-    """Copy shards from the CPU to the device and gather them there, on the communication stream.
-
-    The copies wait for the gather before them, and with it for the compute that this one waited for; for no later
-    compute, since the host wrote the shards before it came here. The gather itself waits for the compute that was
-    queued before it, as every start does, which may still read the memory that it is given. Returns the results, which
-    belong to the current stream, and the work to wait for.
-    """
-    with context.on_communication_stream(device):
-        inputs = _to_send(fetch(shards, device), dtype, packed)
-        context.offloading.note_reads(device)
-    gathered = _room_for(inputs, world_size)
-    computed = context.record_compute(device)
-    with context.on_communication_stream(device):
-        if computed is not None:
-            torch.cuda.current_stream(device).wait_event(computed)
-        work = all_gather_coalesced(gathered, inputs, group_of(group_name))
-        if computed is not None:
-            # NCCL gathers on a stream of its own. The memory of `inputs` belongs to this one, which must not copy the
-            # next shards into it before they are sent.
-            work.wait()
-    return gathered, work
-
-
-def _room_for(inputs: list[Tensor], world_size: int) -> list[Tensor]:
-    return [one.new_empty((one.shape[0] * world_size, *one.shape[1:])) for one in inputs]
-
-
-def _to_send(shards: list[Tensor], dtype: torch.dtype, packed: bool) -> list[Tensor]:
-    if packed:
-        sizes = [shard.numel() for shard in shards]
-        flat = shards[0].new_empty(sum(sizes), dtype=dtype)
-        parts = [part.view(shard.shape) for part, shard in zip(flat.split(sizes), shards, strict=True)]
-        foreach_copy(parts, shards)
-        return [flat]
-    if any(shard.dtype != dtype or not shard.is_contiguous() for shard in shards):
-        cast = [torch.empty(shard.shape, dtype=dtype, device=shard.device) for shard in shards]
-        foreach_copy(cast, shards)
-        return cast
-    return shards
-
-
 def _all_gather(
     shards: list[Tensor],
     label: Tensor | None,
@@ -208,8 +73,9 @@ def _all_gather(
     packed: bool,
     device: torch.device | None = None,
 ) -> list[Tensor]:
-    unit = None if label is None else _unit_of(label)
-    return _start(shards, world_size, group_name, dtype, packed, device, unit)
+    unit = None if label is None else _unit_that_sends(label)
+    transfer = Transfer(world_size, group_name, dtype, packed, device)
+    return start(shards, transfer, None if unit is None else unit.context)
 
 
 def _all_gather_ahead(
@@ -220,15 +86,15 @@ def _all_gather_ahead(
     dtype: torch.dtype,
     packed: bool,
     is_backward: bool,
-    is_hidden: bool,
     device: torch.device | None = None,
 ) -> list[Tensor]:
-    unit = _unit_of(label)
+    unit = _unit_that_sends(label)
+    transfer = Transfer(world_size, group_name, dtype, packed, device)
     params = _params_of(unit, shards) if unit is not None else ()
     if unit is None or not params:
-        return _start(shards, world_size, group_name, dtype, packed, device, unit)
-    request = GatherRequest(params, world_size, group_name, dtype, packed)
-    _enter(unit, request, is_backward, is_hidden)
+        return start(shards, transfer, None if unit is None else unit.context)
+    request = GatherRequest(params, transfer)
+    _enter(unit, request, is_backward)
     copies = None if packed else _copies_of_gathered(unit, params)
     if copies is not None:
         return copies
@@ -241,7 +107,14 @@ def _all_gather_ahead(
                 register_work(tensor, found.work)  # from here on, the graph's `wait_tensor` waits for it
             return found.gathered
         _drop(request, found)  # an optimizer stepped in between
-    return _start(shards, world_size, group_name, dtype, packed, device, unit)
+    return start(shards, transfer, unit.context)
+
+
+def _unit_that_sends(label: Tensor) -> FsdpUnit | None:
+    unit = _unit_of(label)
+    if unit is not None:
+        unit.check_group()  # a backward may come too late
+    return unit
 
 
 def _unit_of(label: Tensor) -> FsdpUnit | None:
@@ -266,9 +139,8 @@ def _copies_of_gathered(unit: FsdpUnit, params: tuple[FsdpParameter, ...]) -> li
     return [param.gathered_copy() for param in params]
 
 
-def _enter(unit: FsdpUnit, request: GatherRequest, is_backward: bool, is_hidden: bool) -> None:
-    """Tell the context that a graph has begun. A unit with two dtypes calls this twice. A gather that is hidden in its
-    own graph is not started ahead of it."""
+def _enter(unit: FsdpUnit, request: GatherRequest, is_backward: bool) -> None:
+    """Tell the context that a graph has begun. A unit with two dtypes calls this twice."""
     context = unit.context
     lookahead = context.lookahead
     if lookahead.open_requests is not None:
@@ -278,22 +150,18 @@ def _enter(unit: FsdpUnit, request: GatherRequest, is_backward: bool, is_hidden:
     in_backward = is_in_backward()
     is_grad_enabled = in_backward or context.is_grad_enabled
     entry = Entry(request, True, is_backward, in_backward, is_grad_enabled)
-    start = functools.partial(_start_ahead, unit, [] if is_hidden else requests)
+    start = functools.partial(_start_ahead, unit, requests)
     if lookahead.enter(entry, start):
         drop_started(context)
 
 
 def _start_ahead(unit: FsdpUnit, requests: list[GatherRequest]) -> None:
-    if not requests:
-        return
     drop_started(unit.context)
     with starting(unit, ALL_GATHER_REGION):
         for request in requests:
             shards = [param.shard() for param in request.params]
             versions = [param.values_version for param in request.params]
-            how = (request.world_size, request.group_name, request.dtype, request.packed)
-            device = request.params[0].placeholder.device if request.params[0].home is not None else None
-            gathered, work = _prepare_and_start(unit.context, shards, *how, device)
+            gathered, work = start_unregistered(shards, request.transfer, unit.context)
             unit.context.lookahead.started[request] = StartedGather(versions, gathered, work)
 
 
@@ -305,7 +173,7 @@ def drop_started(context: FsdpContext, keep: FsdpUnit | None = None) -> None:
 
 
 def _drop(request: GatherRequest, started: StartedGather) -> None:
-    await_named(request.params[0].unit, ALL_GATHER_REGION, request.group_name, started.work.wait)
+    await_named(request.params[0].unit, ALL_GATHER_REGION, request.transfer.group_name, started.work.wait)
 
 
 def _start_next_graph(label: Tensor) -> None:
@@ -318,7 +186,7 @@ def _start_next_graph(label: Tensor) -> None:
 _SHARED = "Tensor[] shards, Tensor? label, int world_size, str group_name, ScalarType dtype, bool packed"
 # `device`: where to gather shards that live on the CPU.
 library.define(f"all_gather({_SHARED}, Device? device=None) -> Tensor[]")
-library.define(f"all_gather_ahead({_SHARED}, bool is_backward, bool is_hidden, Device? device=None) -> Tensor[]")
+library.define(f"all_gather_ahead({_SHARED}, bool is_backward, Device? device=None) -> Tensor[]")
 # Declared to write the label, like a region, so that no compiler removes it.
 library.define("start_next_graph(Tensor(a!) label) -> ()")
 library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
@@ -344,7 +212,7 @@ def _fake(
 torch.library.register_fake("fsdp_passes::all_gather", _fake, lib=library)
 torch.library.register_fake(
     "fsdp_passes::all_gather_ahead",
-    lambda shards, label, world_size, group_name, dtype, packed, is_backward, is_hidden, device=None: _fake(
+    lambda shards, label, world_size, group_name, dtype, packed, is_backward, device=None: _fake(
         shards, label, world_size, group_name, dtype, packed, device
     ),
     lib=library,

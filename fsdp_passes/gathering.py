@@ -197,6 +197,8 @@ def undo(context: FsdpContext) -> None:
 
     They are incomplete on this rank, or belong to a step that was given up, and would be added to the next step's.
     """
+    # Gradients that an earlier backward sent are complete; those of a backward that failed are not.
+    are_complete = not context.is_backward_callback_queued
     context.forget_reductions()
     context.lookahead.interrupt()
     with contextlib.suppress(CollectiveError):  # the first one was raised already, and it says more
@@ -216,6 +218,9 @@ def undo(context: FsdpContext) -> None:
     forget_whole_gradients(context)
     context.drain_delayed_releases(0)
     context.phases.clear()
+    if are_complete:
+        context.offloading.await_reads()  # hooks that are called next may write the shards
+    context.offloading.land(is_wanted=are_complete)
 
 
 def forget_whole_gradients(context: FsdpContext) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -53,12 +54,14 @@ def write_at_home(params: Sequence[FsdpParameter], grads: Sequence[torch.Tensor]
     """Add gradients of offloaded parameters of one root, this rank's rows, to `.grad` when the backward has ended and
     they have come to the CPU."""
 
-    def write() -> None:
-        with torch.no_grad():
-            for param, grad in zip(params, grads, strict=True):
-                accumulate_gradient(param.sharded_param, grad)
+    offloading = params[0].unit.context.offloading
+    for param, grad in zip(params, grads, strict=True):
+        offloading.land_later(functools.partial(_write, param, grad))
 
-    params[0].unit.context.offloading.land_later(write)
+
+def _write(param: FsdpParameter, grad: torch.Tensor) -> None:
+    with torch.no_grad():
+        accumulate_gradient(param.sharded_param, grad)
 
 
 def accumulate_gradient(param: torch.Tensor, local: torch.Tensor) -> None:

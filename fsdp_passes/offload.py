@@ -60,14 +60,31 @@ def fetch(shards: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 class Offloading:
-    """The copies of one root and of all units nested in it. Without a policy nothing here is used."""
+    """The copies of one root and of all units nested in it. Without a policy nothing here is used.
+
+    Who reads and writes the host's memory, and what keeps them apart:
+
+    - A **shard** is read by its copies to the device, and written by the host: by an optimizer, `load_state_dict`, the
+      user, or a hook that steps an optimizer in the backward. Whoever lets one of these run waits for the copies first
+      (`await_reads`): the end of each forward and backward, `unshard()`, and what calls hooks. Gradients that land call
+      hooks, so reads are awaited before and not behind. The other way round nothing waits: the host queues a copy
+      behind what it wrote.
+    - A **gradient's buffer** is written by one copy from the device, once, and then belongs to the host: it becomes
+      `.grad`, or is added to it. Copies never go into `.grad` itself, which the user, an optimizer or a collective of
+      the CPU may still be reading or writing. The host waits for the copy before it lets anybody have the buffer
+      (`land`, `await_sent`).
+    - Either kind of buffer, once dropped, goes back to PyTorch's cache of page-locked memory, which gives it away only
+      behind the copies that it took part in.
+    """
 
     def __init__(self) -> None:
-        # Gradients on their way to the CPU, oldest first: each call waits for its copies and writes them, or with False
-        # drops them.
+        # Gradients on their way to the CPU, oldest first: each call waits for its copy and writes it, or with False
+        # drops it.
         self._landing: collections.deque[Callable[[bool], None]] = collections.deque()
+        self._num_old = 0  # of them, how many an earlier backward left
         self._stream: torch.cuda.Stream | None = None
-        self._last_read: torch.cuda.Event | None = None  # behind the last copy of shards to the device
+        # Behind copies of shards, on whatever stream. A deque: autograd's threads append to it and take from it.
+        self._reads: collections.deque[torch.cuda.Event] = collections.deque()
         self._last_sent: torch.cuda.Event | None = None  # behind the last copy of gradients to the CPU
 
     # ---- shards to the device ----------------------------------------------------------------------------------------
@@ -75,14 +92,13 @@ class Offloading:
     def note_reads(self, device: torch.device) -> None:
         """Shards were read on the current stream, by all that was queued there until now."""
         if device.type == "cuda":
-            self._last_read = torch.cuda.current_stream(device).record_event()
+            self._reads.append(torch.cuda.current_stream(device).record_event())
 
     def await_reads(self) -> None:
         """Let the host wait until no copy reads a shard any more. The copies run a layer ahead of the compute, so that
         the device has something to do meanwhile."""
-        if self._last_read is not None:
-            self._last_read.synchronize()
-            self._last_read = None
+        while self._reads:
+            self._reads.popleft().synchronize()
 
     # ---- gradients to the CPU ----------------------------------------------------------------------------------------
 
@@ -96,19 +112,26 @@ class Offloading:
         device = grads[0].device
         if device.type != "cuda":
             return list(grads)
-        if self._stream is None or self._stream.device != device:
-            self._stream = torch.cuda.Stream(device)
+        stream = self.stream_to_cpu(device)
         # The gradients are made on the stream that is current here.
-        self._stream.wait_event(torch.cuda.current_stream(device).record_event())
+        stream.wait_event(torch.cuda.current_stream(device).record_event())
         sent = []
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(stream):
             for grad in grads:
                 # Dropped behind this call; their memory belongs to another stream, which could reuse it at once.
-                grad.record_stream(self._stream)
+                grad.record_stream(stream)
                 sent.append(torch.empty(grad.shape, dtype=grad.dtype, device=CPU, pin_memory=pinned))
                 sent[-1].copy_(grad, non_blocking=pinned)
-            self._last_sent = self._stream.record_event()
+            self._last_sent = stream.record_event()
         return sent
+
+    def stream_to_cpu(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream on which gradients are copied from `device`, a CUDA device, to the CPU. Made at its first use, and
+        anew when the model has moved to another device."""
+        if self._stream is None or self._stream.device != device:
+            self.await_sent()  # only the last copy of one stream is remembered
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
 
     def await_sent(self) -> None:
         """Let the host wait for all copies to the CPU that were started."""
@@ -127,7 +150,35 @@ class Offloading:
 
         self._landing.append(land)
 
+    def end_backward(self, *, is_last: bool) -> None:
+        """Write what this backward has sent if it is the last of an accumulation, else only what earlier ones left: the
+        copies of this one have until the end of the next. So the buffers of one backward wait, however many follow."""
+        if is_last:
+            self.land()
+            return
+        older, self._num_old = self._num_old, 0
+        self._land(older, is_wanted=True)
+        self._num_old = len(self._landing)
+
     def land(self, *, is_wanted: bool = True) -> None:
         """Write all gradients that were sent, or drop them."""
-        while self._landing:
-            self._landing.popleft()(is_wanted)
+        self._num_old = 0
+        self._land(len(self._landing), is_wanted=is_wanted)
+
+    def _land(self, count: int, *, is_wanted: bool) -> None:
+        """The `count` oldest. Where one raises, as a user's hook may, the others are written all the same, and the
+        first error is raised behind them: no gradient is missing but those whose own writing failed, and none is left
+        to be added to the next step's. An interruption (`KeyboardInterrupt`) is not held up: it drops the others."""
+        first: Exception | None = None
+        try:
+            for _ in range(min(count, len(self._landing))):
+                try:
+                    self._landing.popleft()(is_wanted)
+                except Exception as error:
+                    first = first or error
+        except BaseException:
+            self._num_old = 0
+            self._landing.clear()
+            raise
+        if first is not None:
+            raise first

@@ -28,13 +28,21 @@ c10d = torch.ops._c10d_functional
 REDUCE_GROUP_SUFFIX = ":reduce"
 
 
-def group_averages(group_name: str) -> bool:
-    """Whether the group's backend can average while it reduces. gloo cannot: the sum is scaled afterwards.
+def group_averages(group_name: str, device: torch.device) -> bool:
+    """Whether the group's backend for tensors on `device` can average while it reduces; a group may have one for each
+    type of device ("cpu:gloo,cuda:nccl"). gloo cannot: the sum is scaled afterwards.
 
     A process group written in Python says so itself, with an attribute `averages`.
     """
     group = group_of(group_name.removesuffix(REDUCE_GROUP_SUFFIX))
-    return dist.get_backend(group) == "nccl" or bool(getattr(group, "averages", False))
+    if getattr(group, "averages", False):
+        return True
+    return backend_averages(dist.get_backend_config(group), device)
+
+
+def backend_averages(config: str, device: torch.device) -> bool:
+    """`group_averages` for `torch.distributed.get_backend_config` of a group: "cpu:gloo,cuda:nccl", for instance."""
+    return f"{device.type}:nccl" in config.split(",")
 
 
 class GradientDivision(NamedTuple):
@@ -174,7 +182,9 @@ def reduce_grad(
     rows = -(-grad.shape[0] // world_size)
     padded = grad.new_zeros((rows * world_size, *grad.shape[1:]), dtype=reduce_dtype)
     padded[: grad.shape[0]] = grad
-    division = gradient_division(world_size, reduce_dtype, divide_factor, averages=group_averages(group_name))
+    division = gradient_division(
+        world_size, reduce_dtype, divide_factor, averages=group_averages(group_name, grad.device)
+    )
     reduced = c10d.reduce_scatter_tensor(padded * division.before, division.reduce_op, world_size, group_name)
     result = (c10d.wait_tensor(reduced) * division.after).to(grad_dtype)
     return result.to("cpu") if home else result
@@ -215,7 +225,8 @@ def reduce_replicas(
     Returns:
         The divided sum over the replicas, in `grad`'s shape.
     """
-    division = gradient_division(num_replicas, reduce_dtype, divide_factor, averages=group_averages(group_name))
+    averages = group_averages(group_name, grad.device)
+    division = gradient_division(num_replicas, reduce_dtype, divide_factor, averages=averages)
     reduced = c10d.all_reduce(grad.to(reduce_dtype) * division.before, division.reduce_op, group_name)
     result = (c10d.wait_tensor(reduced) * division.after).to(grad_dtype)
     return result.to("cpu") if home else result

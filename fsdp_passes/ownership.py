@@ -12,7 +12,6 @@ from fsdp_passes.schedule import (
     START,
     bucket_of,
     gathered_reads,
-    is_heavy,
     is_marker,
     role_of,
 )
@@ -33,19 +32,6 @@ def gradient_makers(graph: fx.Graph) -> dict[fx.Node, int]:
             if source.op == "call_function" and bucket_of(source) is None:
                 makers[source] = bucket.unit
     return makers
-
-
-def heavy_before_first_read(graph: fx.Graph) -> fx.Node | None:
-    """The first heavy step before any gathered parameter is read, but for steps that make a gradient of the unit that
-    is read first: a head's backward in front of the layers. None when there is none."""
-    reads, makers = gathered_reads(graph), gradient_makers(graph)
-    first_unit = next((b.unit for bs in reads.values() for b in bs if b.kind == ALL_GATHER), None)
-    for node in graph.nodes:
-        if any(bucket.kind == ALL_GATHER for bucket in reads.get(node, ())):
-            return None
-        if bucket_of(node) is None and is_heavy(node) and makers.get(node) != first_unit:
-            return node
-    return None
 
 
 def unit_of_compute(graph: fx.Graph) -> dict[fx.Node, int]:

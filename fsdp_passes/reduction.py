@@ -92,9 +92,8 @@ def _queue(
     for param in grads:
         groups.setdefault(param.reduce_dtype, []).append(param)
     for dtype, params in groups.items():
-        division = gradient_division(
-            group.size(), dtype, unit.divide_factor, averages=group_averages(params[0].group_name)
-        )
+        averages = group_averages(params[0].group_name, grads[params[0]].device)
+        division = gradient_division(group.size(), dtype, unit.divide_factor, averages=averages)
         packed = [_pack(param, grads.pop(param), division) for param in params]
         start = _Reduction(unit, params, packed, division, group, write, is_from_graph=is_from_graph).start
         unit.context.enqueue_reduction(packed[0].device, start)

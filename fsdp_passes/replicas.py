@@ -103,9 +103,8 @@ def _start_all_reduce(
     # All of the division that the user has set is in the first reduction.
     factor = None if unit.divide_factor is None else 1.0
     dtype = params[0].reduce_dtype
-    division = gradient_division(
-        num_replicas(unit.mesh), dtype, factor, averages=group_averages(params[0].replica_group_name)
-    )
+    averages = group_averages(params[0].replica_group_name, device)
+    division = gradient_division(num_replicas(unit.mesh), dtype, factor, averages=averages)
     with starting(unit, ALL_REDUCE_REGION), torch.no_grad(), context.on_replica_stream(device):
         if made is not None:
             torch.cuda.current_stream(device).wait_event(made)

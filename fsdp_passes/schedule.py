@@ -55,6 +55,8 @@ class Bucket:
         half: 1 for the second half of a run that is split because nothing can hide it, else 0.
         shapes: what it carries, in order; from them follow its bytes for any number of ranks.
         num_ranks: ranks that it spans. 0 where nobody said: those over which the parameters are sharded.
+        copied_bytes: of this rank's shards that are copied from the CPU to the device ahead of it, or of its gradients
+            that are copied to the CPU behind it; 0 where both live on the device.
     """
 
     kind: str
@@ -68,6 +70,7 @@ class Bucket:
     half: int = 0
     shapes: tuple[ShardedShape, ...] = dataclasses.field(default=(), compare=False)
     num_ranks: int = dataclasses.field(default=0, compare=False)
+    copied_bytes: int = dataclasses.field(default=0, compare=False)
 
     @property
     def group(self) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_passes import fully_shard, overlap_fsdp
-from fsdp_passes.errors import NothingShardedWarning
+from fsdp_passes.errors import CudaGraphsWarning, NothingShardedWarning
 from fsdp_passes.pipeline import record_compilations
 from tests.graphs import TinyTransformer
 from tests.graphs import one_rank as one_rank
@@ -131,3 +131,18 @@ def test_a_second_process_group_after_the_first_was_destroyed() -> None:
     torch._dynamo.reset()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert_trains(overlap_fsdp, options)
+
+
+def test_a_mode_of_inductor_trains() -> None:
+    """ "max-autotune" sets the same and more, which takes a minute to compile."""
+    reference = TinyTransformer()
+    model = fully_shard(copy.deepcopy(reference), units=["layers.*"])
+    tokens = torch.arange(4)
+    with pytest.warns(CudaGraphsWarning, match="triton.cudagraphs"):
+        found = torch.compile(model, backend=overlap_fsdp, mode="reduce-overhead")(tokens)
+    found.square().sum().backward()
+    expected = reference(tokens)
+    expected.square().sum().backward()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad.full_tensor(), reference.get_parameter(name).grad, rtol=0, atol=1e-5)

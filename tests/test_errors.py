@@ -58,7 +58,7 @@ def test_every_class_has_an_example_here_and_every_error_is_an_fsdp_error() -> N
     }
     warnings = {value for value in classes if issubclass(value, Warning)}
     names = {value.__name__ for value in warnings}
-    assert names == {"ForeignBackendWarning", "NothingShardedWarning", "ScheduleWarning"}
+    assert names == {"CudaGraphsWarning", "ForeignBackendWarning", "NothingShardedWarning", "ScheduleWarning"}
     assert classes - warnings - {FsdpError} == EXAMPLES.keys()
     assert all(issubclass(value, FsdpError) for value in EXAMPLES)
 

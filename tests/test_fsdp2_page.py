@@ -30,3 +30,9 @@ def test_every_keyword_and_method_has_a_row() -> None:
     keywords |= set(inspect.signature(MixedPrecisionPolicy).parameters)
     methods = {name for name, value in vars(FSDPModule).items() if callable(value) and not name.startswith("_")}
     assert [name for name in sorted(keywords | methods) if not re.search(rf"\b{name}\b", named)] == []
+
+
+def test_every_test_that_the_text_names_exists() -> None:
+    sources = [path.read_text() for path in TESTS.rglob("test_*.py")]
+    for name in set(re.findall(r"`(test_\w+)`", PAGE)):
+        assert sum(f"def {name}(" in source for source in sources) == 1, name

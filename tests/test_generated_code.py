@@ -40,7 +40,7 @@ mm(gather2) gather4.start gather3.wait mm(gather3) gather4.wait mm(gather4)""",
     assert_expected_inline(
         order(backward),
         """\
-gather0.start mm() mm() gather1.start reduce0.start gather0.wait mm(gather0) mm() gather2.start reduce1.start
+gather0.start gather1.start mm() mm() reduce0.start gather0.wait mm(gather0) mm() gather2.start reduce1.start
 reduce0.wait gather1.wait mm(gather1) mm() reduce2.start reduce1.wait gather2.wait mm(gather2) mm()
 reduce3.start reduce2.wait reduce4.start reduce3.wait reduce4.wait""",
     )
@@ -59,7 +59,7 @@ gather2.wait mm(gather2) gather3.wait mm(gather3) gather4.wait mm(gather4)""",
     assert_expected_inline(
         order(backward),
         """\
-gather0.start gather1.start mm() mm() gather2.start reduce0.start gather0.wait mm(gather0) mm() reduce1.start
+gather0.start gather1.start gather2.start mm() mm() reduce0.start gather0.wait mm(gather0) mm() reduce1.start
 reduce0.wait gather1.wait mm(gather1) mm() reduce2.start reduce1.wait gather2.wait mm(gather2) mm()
 reduce3.start reduce2.wait reduce4.start reduce3.wait reduce4.wait""",
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -16,7 +18,7 @@ from fsdp_passes.errors import OffloadedDeviceError
 from fsdp_passes.gather_ops import ALL_GATHER_AHEAD_OP, ALL_GATHER_OP
 from fsdp_passes.home_ops import SEND_HOME
 from fsdp_passes.offload import Home, Offloading
-from fsdp_passes.ops import HOME, PINNED_HOME, REDUCE_GRAD, UNSHARD
+from fsdp_passes.ops import HOME, PINNED_HOME, REDUCE_GRAD, UNSHARD, backend_averages, group_averages
 from fsdp_passes.passes.bucket_all_gathers import bucket_all_gathers
 from fsdp_passes.passes.bucket_reduce_scatters import bucket_reduce_scatters
 from fsdp_passes.unit import unit_of
@@ -101,6 +103,59 @@ def test_a_model_from_meta_gets_its_device_with_its_values(one_rank: None) -> No
         nn.init.ones_(param)
     assert weight.placeholder.device.type == "cpu"
     assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 2), 5.0))
+
+
+def test_the_device_of_the_tensors_decides_whether_a_group_averages(one_rank: None) -> None:
+    cpu = torch.device("cpu")
+    for config, on_cpu, on_cuda in (
+        ("cpu:gloo,cuda:nccl", False, True),
+        ("cuda:nccl", False, True),
+        ("cpu:gloo,cuda:gloo,mps:gloo", False, False),
+    ):
+        assert (backend_averages(config, cpu), backend_averages(config, CUDA)) == (on_cpu, on_cuda), config
+    assert not group_averages(torch.distributed.group.WORLD.group_name, cpu)
+
+
+def test_a_landing_that_raises_loses_no_other_and_leaves_nothing() -> None:
+    offloading, seen = Offloading(), list[int]()
+
+    def write(index: int) -> None:
+        seen.append(index)
+        if index in (2, 3):
+            raise ValueError(f"landing {index}")
+
+    for index in range(1, 5):
+        offloading.land_later(functools.partial(write, index))
+    with pytest.raises(ValueError, match="landing 2"):
+        offloading.land()
+    assert seen == [1, 2, 3, 4]
+    offloading.land()
+    assert seen == [1, 2, 3, 4]
+
+
+def test_an_interruption_drops_what_has_not_landed() -> None:
+    offloading, seen = Offloading(), list[int]()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    offloading.land_later(interrupt)
+    offloading.land_later(lambda: seen.append(1))
+    with pytest.raises(KeyboardInterrupt):
+        offloading.land()
+    offloading.land()
+    assert seen == []
+
+
+def test_backwards_that_are_not_the_last_leave_only_their_own_gradients() -> None:
+    offloading, seen = Offloading(), list[int]()
+    for index in range(20):
+        for _ in range(3):
+            offloading.land_later(functools.partial(seen.append, index))
+        offloading.end_backward(is_last=False)
+        assert seen == [earlier for earlier in range(index) for _ in range(3)]
+    offloading.end_backward(is_last=True)
+    assert seen == [index for index in range(20) for _ in range(3)]
 
 
 def test_gradients_land_in_order_or_are_dropped() -> None:

@@ -83,11 +83,16 @@ def assert_same(
 ) -> None:
     """Losses, last gradients and parameters agree within `atol` (absolute), name by name."""
     torch.testing.assert_close(found.losses, expected.losses, rtol=0, atol=atol)
-    assert found.params.keys() == expected.params.keys()
+    # Ranks import this file as it is, where a bare `assert` would say nothing.
+    assert found.params.keys() == expected.params.keys(), (
+        f"parameters of one: {found.params.keys() ^ expected.params.keys()}"
+    )
     for name, value in expected.params.items() if check_params else ():
         torch.testing.assert_close(found.params[name], value, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
     if check_grads:
-        assert found.grads.keys() == expected.grads.keys()
+        assert found.grads.keys() == expected.grads.keys(), (
+            f"gradients of one: {found.grads.keys() ^ expected.grads.keys()}"
+        )
         for name, value in expected.grads.items():
             torch.testing.assert_close(
                 found.grads[name], value, rtol=0, atol=atol, msg=lambda m, n=name: f"gradient of {n}: {m}"

@@ -24,6 +24,7 @@ from fsdp_passes.inspect.capture import Call, capture, prepare, units_of, with_s
 from fsdp_passes.inspect.report import explanation_text
 from fsdp_passes.inspect.rows import UnitRow, unit_rows
 from fsdp_passes.options import OverlapOptions
+from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.pipeline import CompilationRecord, GraphRecord, graph_text
 from fsdp_passes.schedule import ALL_GATHER, ScheduleEvent
 from fsdp_passes.verify import ScheduleReport, check_schedule, with_unit_names
@@ -36,12 +37,13 @@ class ExplainedEvent:
     """One step of a schedule.
 
     Attributes:
-        kind: "start", "wait" or "compute".
-        unit: display name of the unit whose collective it is, or whose gathered parameters a compute step reads; ""
-            for compute that reads none.
-        bytes: of the collective's whole tensors, padding included; 0 for compute.
-        collective: "all_gather", "reduce_scatter", "all_reduce" or "" for compute.
-        name: of the graph's node or of Inductor's kernel.
+        kind: "start", "wait", "compute"; "copy_to_device" of shards that live on the CPU, which the collective that
+            starts next waits for; or "copy_to_cpu" of the gradients that were awaited before it.
+        unit: display name of the unit whose collective or copy it is, or whose gathered parameters a compute step
+            reads; "" for compute that reads none.
+        bytes: of the collective's whole tensors, padding included; of a copy, of this rank's part; 0 for compute.
+        collective: "all_gather", "reduce_scatter", "all_reduce"; "" for compute and copies.
+        name: of the graph's node or of Inductor's kernel; of a copy, of its collective's.
     """
 
     kind: str
@@ -93,6 +95,7 @@ class Explanation:
         cluster: the hardware that the times are predicted for.
         graphs: in the order in which they were compiled, each forward before its backward.
         sharded_bytes: of one rank's shards of all parameters.
+        offloaded_bytes: of those, what lives on the CPU.
     """
 
     name: str
@@ -103,6 +106,7 @@ class Explanation:
     sharded_bytes: int
     call: Call = dataclasses.field(repr=False)
     num_replicas: int = 1
+    offloaded_bytes: int = 0
 
     @property
     def ranks(self) -> str:
@@ -199,10 +203,15 @@ def explain(
         for graph, graph_model in zip(record.graphs, _models(record, world_size), strict=True):
             number = f" {len(graphs) // 2 + 1}" if len(records) > 1 else ""
             graphs.append(_explained(graph, graph_model, record, cluster, f"{graph.phase}{number}"))
-    sharded = sum(param.padded_local.numel() * param.orig_dtype.itemsize for param in params)
+    sharded = sum(map(_sharded_bytes, params))
+    offloaded = sum(_sharded_bytes(param) for param in params if param.home is not None)
     name = str(type(model).__dict__.get("_fsdp_original_class", type(model)).__name__)
     replicas = params[0].num_replicas
-    return Explanation(name, world_size, cluster, settings, tuple(graphs), sharded, call, replicas)
+    return Explanation(name, world_size, cluster, settings, tuple(graphs), sharded, call, replicas, offloaded)
+
+
+def _sharded_bytes(param: FsdpParameter) -> int:
+    return param.padded_local.numel() * param.orig_dtype.itemsize
 
 
 def _models(record: CompilationRecord, world_size: int, snapshot: str = "scheduled") -> list[GraphModel]:
@@ -252,7 +261,8 @@ def _checked(events: Sequence[ScheduleEvent], record: CompilationRecord) -> Sche
 
 
 def _events(events: Sequence[ScheduleEvent], unit_names: Sequence[str]) -> tuple[ExplainedEvent, ...]:
-    """Without regions, and each collective's waits once: they stand together."""
+    """Without regions, and each collective's waits once: they stand together. Copies belong to a collective's start, or
+    come behind its waits."""
     found: list[ExplainedEvent] = []
     awaited = set()
     for event in events:
@@ -260,7 +270,12 @@ def _events(events: Sequence[ScheduleEvent], unit_names: Sequence[str]) -> tuple
         if bucket is not None and (event.kind == "start" or bucket not in awaited):
             if event.kind == "wait":
                 awaited.add(bucket)
-            found.append(ExplainedEvent(event.kind, unit_names[bucket.unit], bucket.num_bytes, bucket.kind, event.name))
+            unit, copied = unit_names[bucket.unit], bucket.copied_bytes
+            if copied and event.kind == "start" and bucket.kind == ALL_GATHER:
+                found.append(ExplainedEvent("copy_to_device", unit, copied, "", event.name))
+            found.append(ExplainedEvent(event.kind, unit, bucket.num_bytes, bucket.kind, event.name))
+            if copied and event.kind == "wait" and bucket.kind != ALL_GATHER:
+                found.append(ExplainedEvent("copy_to_cpu", unit, copied, "", event.name))
         elif event.kind == "compute":
             units = [unit_names[read.unit] for read in event.reads if read.kind == ALL_GATHER]
             found.append(ExplainedEvent("compute", units[-1] if units else "", 0, "", event.name))

@@ -30,6 +30,7 @@ def explanation_dict(explanation: Explanation) -> dict[str, Any]:
         "world_size": explanation.world_size,
         "num_replicas": explanation.num_replicas,
         "sharded_bytes": explanation.sharded_bytes,
+        "offloaded_bytes": explanation.offloaded_bytes,
         "hardware": cluster,
         "options": options,
         "graphs": [_graph_dict(graph) for graph in explanation.graphs],

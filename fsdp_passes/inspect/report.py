@@ -25,6 +25,11 @@ def explanation_text(explanation: Explanation) -> str:
         f"one step without the optimizer: {total_us / 1e3:.3f} ms, communication exposed for "
         f"{exposed_us / 1e3:.3f} ms; unscheduled it would take {before_us / 1e3:.3f} ms",
     ]
+    if explanation.offloaded_bytes:
+        lines.append(
+            f"of {explanation.sharded_bytes / 2**20:.2f} MiB of shards, {explanation.offloaded_bytes / 2**20:.2f} MiB "
+            f"are on the CPU, as are their gradients; the times are without the copies"
+        )
     for graph in explanation.graphs:
         lines += ["", *_graph_lines(graph)]
     return "\n".join(lines)
@@ -45,6 +50,13 @@ def _graph_lines(graph: ExplainedGraph) -> Iterator[str]:
         f"  unsharded at once: at most {peak / 2**20:.2f} MiB in all; of units that reshard, at most {count} "
         f"({graph.report.max_unsharded_bytes / 2**20:.2f} MiB)"
     )
+    copied = {kind: [e.bytes for e in graph.schedule if e.kind == kind] for kind in ("copy_to_device", "copy_to_cpu")}
+    if any(copied.values()):
+        to_device, to_cpu = ((len(sizes), sum(sizes) / 2**20) for sizes in copied.values())
+        yield (
+            f"  copies: {to_device[0]} of shards to the device, {to_device[1]:.2f} MiB, each ahead of its gather; "
+            f"{to_cpu[0]} of gradients to the CPU, {to_cpu[1]:.2f} MiB, each behind its reduction"
+        )
     cells = [list(COLUMNS), *_folded(graph.rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(COLUMNS))]
     for row in cells:

@@ -21,7 +21,8 @@ class ScalePoint:
         communication_us: all collectives, one behind the other.
         exposed_us: communication that nothing hides.
         avoidable_us: the part of it that larger inputs could hide: all but the first gather and the last reductions.
-        state_bytes: shards, their gradients and Adam's moments.
+        state_bytes: shards, their gradients and Adam's moments, on the device.
+        offloaded_bytes: those on the CPU.
         unsharded_bytes: most gathered parameters at once.
     """
 
@@ -33,6 +34,7 @@ class ScalePoint:
     avoidable_us: float
     state_bytes: int
     unsharded_bytes: int
+    offloaded_bytes: int = 0
 
 
 def scale(explanation: Explanation, world_sizes: Sequence[int]) -> list[ScalePoint]:
@@ -55,8 +57,11 @@ def _point(explanation: Explanation, world_size: int) -> ScalePoint:
         rows = unit_rows(graph.model, timeline)
         avoidable += sum(row.exposed_us for row in rows if row.is_avoidable)
         unsharded = max(unsharded, max((point.num_bytes for point in timeline.memory), default=0))
-    state = ADAM_COPIES * explanation.sharded_bytes * explanation.world_size // world_size
-    return ScalePoint(world_size, step, compute, communication, exposed, avoidable, state, unsharded)
+    state, offloaded = (
+        ADAM_COPIES * num_bytes * explanation.world_size // world_size
+        for num_bytes in (explanation.sharded_bytes - explanation.offloaded_bytes, explanation.offloaded_bytes)
+    )
+    return ScalePoint(world_size, step, compute, communication, exposed, avoidable, state, unsharded, offloaded)
 
 
 def first_exposed(points: Sequence[ScalePoint]) -> ScalePoint | None:
@@ -114,4 +119,8 @@ def scale_text(explanation: Explanation, points: Sequence[ScalePoint]) -> str:
     rows = [COLUMNS, *map(cells, points)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     table = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([conditions(explanation), *table, NOTE, verdict(points)])
+    notes = [NOTE]
+    if any(point.offloaded_bytes for point in points):
+        sizes = ", ".join(f"{point.offloaded_bytes / 2**30:.3f} GiB at {point.world_size}" for point in points)
+        notes.append(f"On the CPU, and not in the state above: {sizes} ranks. Times are without the copies.")
+    return "\n".join([conditions(explanation), *table, *notes, verdict(points)])

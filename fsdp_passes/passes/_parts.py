@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-from fsdp_passes.arguments import ReduceGrad, Unshard
+from fsdp_passes.arguments import ReduceGrad, ReduceReplicas, Unshard
 from fsdp_passes.ops import REDUCE_GRAD, UNSHARD
 from fsdp_passes.schedule import ShardedShape, is_heavy
 
@@ -74,6 +74,11 @@ def reduced_bytes(node: fx.Node) -> int:
     """Bytes on the wire of the whole gradient of a `reduce_grad` node, padding included."""
     call = ReduceGrad.of(node)
     return int(node.meta["val"].numel() * call.world_size * call.reduce_dtype.itemsize)
+
+
+def bytes_sent_home(node: fx.Node, call: ReduceGrad | ReduceReplicas) -> int:
+    """Bytes of a reduced gradient that goes to the CPU; 0 where it stays on the device."""
+    return int(node.meta["val"].numel() * call.grad_dtype.itemsize) if call.home else 0
 
 
 def gradient_shape(node: fx.Node) -> ShardedShape:

@@ -47,7 +47,7 @@ def bucket_all_gathers(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
         first = Unshard.of(nodes[0])
         bucket = Bucket(
             *(ALL_GATHER, len(buckets), unit, len(nodes), gathered_bytes, dtype, first.reshard),
-            *(part.run, part.half, tuple(map(_shape, nodes)), first.world_size),
+            *(part.run, part.half, tuple(map(_shape, nodes)), first.world_size, sum(map(_copied_bytes, nodes))),
         )
         builder = BucketBuilder(graph, bucket, nodes[0])
         with graph.inserting_before(nodes[0]):
@@ -63,6 +63,13 @@ def bucket_all_gathers(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
 def _gathered_bytes(node: fx.Node) -> int:
     call = Unshard.of(node)
     return int(call.shard.meta["val"].numel() * call.world_size * call.param_dtype.itemsize)
+
+
+def _copied_bytes(node: fx.Node) -> int:
+    """Of a shard that lives on the CPU, in its own dtype."""
+    call = Unshard.of(node)
+    shard = call.shard.meta["val"]
+    return 0 if call.device is None else int(shard.numel() * shard.dtype.itemsize)
 
 
 def _shape(node: fx.Node) -> ShardedShape:

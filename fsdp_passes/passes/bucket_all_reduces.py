@@ -10,7 +10,7 @@ from torch import fx
 from fsdp_passes.arguments import ReduceGrad, ReduceReplicas
 from fsdp_passes.ops import REDUCE_REPLICAS, GradientDivision, c10d, gradient_division, group_averages
 from fsdp_passes.passes._graph import BucketBuilder, aten
-from fsdp_passes.passes._parts import Part, gradient_shape, reduced_bytes, reduction_parts
+from fsdp_passes.passes._parts import Part, bytes_sent_home, gradient_shape, reduced_bytes, reduction_parts
 from fsdp_passes.schedule import ALL_REDUCE, FINISH, PREPARE, START, WAIT, Bucket
 
 
@@ -41,6 +41,7 @@ def bucket_all_reduces(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
         bucket = Bucket(
             *(ALL_REDUCE, len(buckets), unit, len(nodes), num_bytes, dtype, True),
             *(part.run, part.half, shapes, ReduceReplicas.of(nodes[0]).num_replicas),
+            sum(bytes_sent_home(node, ReduceReplicas.of(node)) for node in nodes),
         )
         last = nodes[-1]
         builder = BucketBuilder(graph, bucket, last)
@@ -87,7 +88,7 @@ def _reduce_packed(builder: BucketBuilder, nodes: list[fx.Node], group_name: str
 
 def _division(node: fx.Node) -> GradientDivision:
     call = ReduceReplicas.of(node)
-    averages = group_averages(call.group_name)
+    averages = group_averages(call.group_name, call.grad.meta["val"].device)
     return gradient_division(call.num_replicas, call.reduce_dtype, call.divide_factor, averages=averages)
 
 

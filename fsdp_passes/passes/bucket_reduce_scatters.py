@@ -10,7 +10,7 @@ from torch import fx
 from fsdp_passes.arguments import ReduceGrad
 from fsdp_passes.ops import GradientDivision, c10d, gradient_division, group_averages
 from fsdp_passes.passes._graph import BucketBuilder, aten
-from fsdp_passes.passes._parts import Part, gradient_shape, reduced_bytes, reduction_parts
+from fsdp_passes.passes._parts import Part, bytes_sent_home, gradient_shape, reduced_bytes, reduction_parts
 from fsdp_passes.schedule import FINISH, PREPARE, REDUCE_SCATTER, START, WAIT, Bucket
 
 
@@ -42,6 +42,7 @@ def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]
         bucket = Bucket(
             *(REDUCE_SCATTER, len(buckets), unit, len(nodes), wire_bytes, dtype, True),
             *(part.run, part.half, tuple(map(gradient_shape, nodes)), ReduceGrad.of(nodes[0]).world_size),
+            sum(bytes_sent_home(node, ReduceGrad.of(node)) for node in nodes),
         )
         last = max(nodes, key=lambda node: order[node])
         builder = BucketBuilder(graph, bucket, last)
@@ -108,7 +109,7 @@ def _reduce_packed(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dt
 def _division(node: fx.Node) -> GradientDivision:
     """A unit's gradients have one factor."""
     call = ReduceGrad.of(node)
-    averages = group_averages(call.group_name)
+    averages = group_averages(call.group_name, call.grad.meta["val"].device)
     return gradient_division(call.world_size, call.reduce_dtype, call.divide_factor, averages=averages)
 
 

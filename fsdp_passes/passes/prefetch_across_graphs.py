@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import fx
 
 from fsdp_passes.gather_ops import ALL_GATHER_AHEAD_OP, ALL_GATHER_OP, START_NEXT_GRAPH
-from fsdp_passes.ownership import heavy_before_first_read
 from fsdp_passes.schedule import ALL_GATHER, WAIT, bucket_of, role_of
 
 
@@ -15,9 +14,7 @@ def prefetch_across_graphs(graph: fx.Graph, *, is_backward: bool) -> bool:
     Before:  all_gather(0) ; all_gather(1) ; wait(0) ; compute(0) ; wait(1) ; compute(1)
     After:   all_gather_ahead(0) ; all_gather(1) ; wait(0) ; compute(0) ; start_next_graph ; wait(1) ; compute(1)
 
-    Which graph comes next is not known here: one artifact may serve every layer. The context learns it at run time. A
-    first gather that compute of its own graph hides (of a head's backward) is not started ahead: it would only hold
-    memory for longer.
+    Which graph comes next is not known here: one artifact may serve every layer. The context learns it at run time.
 
     Requires: scheduled collectives with labels. Does nothing without them, or where the ends are open already.
     Returns: whether anything changed.
@@ -26,11 +23,10 @@ def prefetch_across_graphs(graph: fx.Graph, *, is_backward: bool) -> bool:
     if not starts or any(node.target is ALL_GATHER_AHEAD_OP for node in graph.nodes):
         return False
     first_group = _group_of(starts[0])
-    is_hidden = heavy_before_first_read(graph) is not None
     for node in starts:
         if _group_of(node) == first_group:
             node.target = ALL_GATHER_AHEAD_OP
-            node.args = (*node.args, is_backward, is_hidden)
+            node.args = (*node.args, is_backward)
     waits = [node for node in graph.nodes if _is_gather_wait(node)]
     last_group = _group_of(waits[-1])
     if last_group == first_group:  # as early as possible: there is no compute of another unit to hide it behind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fsdp_passes.ownership import gradient_makers, heavy_before_first_read
+from fsdp_passes.ownership import gradient_makers
 from fsdp_passes.schedule import (
     ALL_GATHER,
     PREPARE,
@@ -112,7 +112,6 @@ class _Scheduler:
                 self.group_order.append(bucket.group)
                 self.boundaries.setdefault(begins[bucket.group], []).append(bucket.group)
         self.ready = self._ready_reductions(position)
-        self.first_start = self._first_start(position)
         self.num_started = 0
         self.awaiting: list[Bucket] = []  # reductions in flight, oldest first
 
@@ -139,12 +138,6 @@ class _Scheduler:
         for group, where in begins.items():
             begins[group] = min([where, *(made for made, unit in makers if unit == group[0])])
         return begins
-
-    def _first_start(self, position: dict[fx.Node, int]) -> int:
-        """Compute position at which the first gathers start: the beginning, or the first heavy step of a unit that
-        reads nothing gathered (a head's backward). What comes before that (the loss) hides little and needs memory."""
-        heavy = heavy_before_first_read(self.graph)
-        return 0 if heavy is None else position[heavy]
 
     def _ready_reductions(self, position: dict[fx.Node, int]) -> dict[int, list[Bucket]]:
         """Compute position -> reductions whose last gradient is made there (-1: all are graph inputs)."""
@@ -217,11 +210,12 @@ class _Scheduler:
         if not self.starts:
             return False
         self._emit(self.inputs)
+        # Nothing is whole yet: as many as will be whole at once from then on. In a backward they travel while the loss
+        # and the head's gradients are computed.
+        self._emit_gather_starts(1 + self.prefetch)
         held = self.ready.get(-1, [])
         num_passed = 0
         for index in range(len(self.compute) + 1):
-            if index == self.first_start:
-                self._emit_gather_starts(self.prefetch)
             for _ in self.boundaries.get(index, ()):
                 self._emit_gather_starts(num_passed + 1 + self.prefetch)
                 self._emit_reductions(held)
@@ -235,10 +229,6 @@ class _Scheduler:
             self._emit([node])
             held = held + self.ready.get(index, [])
             if held and not self._reaches_boundary(index):
-                if num_passed == 0:
-                    # No unit is whole yet; the head's backward is over. As many as will be whole from then on, ahead of
-                    # a reduction that nobody waits for.
-                    self._emit_gather_starts(1 + self.prefetch)
                 self._emit_reductions(held)
                 held = []
         self._emit_reductions(held)

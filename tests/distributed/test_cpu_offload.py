@@ -4,6 +4,7 @@ nothing, and all else is as with a device: what is gathered, sent home, waited f
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -161,3 +162,77 @@ def _raise(_: torch.Tensor) -> None:
 @pytest.mark.parametrize("way", ["aot_eager", "fallback"])
 def test_offloaded_gradients_reach_hooks_once_and_complete(two_ranks: RankPool, way: str) -> None:
     two_ranks.run(f"{HERE}:gradients_land_behind_the_backward", way=way)
+
+
+def accumulates_without_waiting(way: str) -> None:
+    """20 micro-batches of which only the last waits for its reductions: what waits on the host does not grow, and the
+    gradients are the sum."""
+    model, reference = build(lambda: Transformer(layers=2))
+    fully_shard(model, units=["layers.*"], offload_policy=CPUOffloadPolicy())
+    call, offloading = call_of(model, way), unit_of(model).context.offloading
+    num_params = len(list(model.parameters()))
+    for index, batch in enumerate(token_batches(20, 4, 8)):
+        model.set_is_last_backward(index == 19)
+        call(*my_share(batch)).backward()
+        reference(*batch).backward()
+        # A parameter that is reduced in two parts (the root's, at both ends) has one gradient all the same.
+        assert len(offloading._landing) <= (0 if index == 19 else num_params), index
+    _assert_same_grads(model, reference)
+
+
+@pytest.mark.parametrize("way", ["aot_eager", "fallback"])
+def test_gradients_that_wait_on_the_host_do_not_grow_with_micro_batches(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:accumulates_without_waiting", way=way)
+
+
+def a_hook_raises(way: str) -> None:
+    """All other gradients of that backward are there, and the next step has no trace of it."""
+    model, reference = build(lambda: Transformer(layers=2))
+    fully_shard(model, units=["layers.*"], offload_policy=CPUOffloadPolicy())
+    call = call_of(model, way)
+    first, second = token_batches(2, 4, 8)
+    handle = model.layers[1].up.weight.register_post_accumulate_grad_hook(_raise)
+    with pytest.raises(ZeroDivisionError):
+        call(*my_share(first)).backward()
+    offloading = unit_of(model).context.offloading
+    assert not offloading._landing
+    if way == "fallback":  # compiled, autograd itself calls the hook, in the middle of the backward, and stops there
+        reference(*first).backward()
+        _assert_same_grads(model, reference)
+    handle.remove()
+    for each in (model, reference):
+        each.zero_grad()
+    call(*my_share(second)).backward()
+    reference(*second).backward()
+    _assert_same_grads(model, reference)
+
+
+@pytest.mark.parametrize("way", ["aot_eager", "fallback"])
+def test_a_hook_that_raises_loses_no_other_gradient(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:a_hook_raises", way=way)
+
+
+def _step(optimizer: torch.optim.Optimizer, _: torch.Tensor) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def steps_in_hooks(way: str) -> None:
+    """Each parameter's optimizer steps as soon as its gradient is there, and writes the shard."""
+    model, reference = build(lambda: Transformer(layers=2, hidden=61))
+    fully_shard(model, units=["layers.*"], offload_policy=CPUOffloadPolicy())
+    call = call_of(model, way)
+    for each in (model, reference):
+        for param in each.parameters():
+            optimizer = torch.optim.SGD([param], lr=0.1)
+            param.register_post_accumulate_grad_hook(functools.partial(_step, optimizer))
+    for batch in token_batches(3, 4, 8):
+        call(*my_share(batch)).backward()
+        reference(*batch).backward()
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor(), other, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("way", ["aot_eager", "fallback"])
+def test_optimizers_step_in_hooks_of_offloaded_parameters(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:steps_in_hooks", way=way)

@@ -78,8 +78,8 @@ def test_golden_backward() -> None:
     assert_expected_inline(
         steps(passes["annotate_regions"]),
         """\
-open(primals_11) all_gather_0.start mm_4 mm_5 native_layer_norm_backward gelu_backward close(primals_11)
-all_gather_1.start reduce_scatter_0.start open(primals_14) mm_6 all_gather_0.wait mm_7
+all_gather_0.start all_gather_1.start open(primals_11) mm_4 mm_5 native_layer_norm_backward gelu_backward
+close(primals_11) reduce_scatter_0.start open(primals_14) mm_6 all_gather_0.wait mm_7
 native_layer_norm_backward_1 add_3 gelu_backward_1 close(primals_14) all_gather_2.start reduce_scatter_1.start
 reduce_scatter_0.wait open(primals_13) mm_8 all_gather_1.wait mm_9 gelu add native_layer_norm_backward_2 add_4
 gelu_backward_2 close(primals_13) reduce_scatter_2.start reduce_scatter_1.wait open(primals_12) mm_10
@@ -215,7 +215,7 @@ def test_in_the_backward_a_unit_that_was_kept_begins_where_its_gradients_are_mad
     assert_expected_inline(
         annotated(function, SHARD, torch.ones(8, 8), X, X, num_labels=2, is_backward=True),
         """\
-open(label_1_1) all_gather_0.start mm reduce_scatter_0.start mm_1 close(label_1_1) open(label_0_1) mm_2
+all_gather_0.start open(label_1_1) mm reduce_scatter_0.start mm_1 close(label_1_1) open(label_0_1) mm_2
 reduce_scatter_1.start reduce_scatter_0.wait all_gather_0.wait mm_3 close(label_0_1) reduce_scatter_1.wait""",
     )
 

@@ -110,7 +110,7 @@ def test_each_starts_where_its_reduce_scatter_is_awaited_and_waits_one_reduction
     assert_expected_inline(
         steps(backward.passes["schedule_one_layer_ahead"]),
         """\
-all_gather_0.start mm_4 mm_5 native_layer_norm_backward gelu_backward all_gather_1.start
+all_gather_0.start all_gather_1.start mm_4 mm_5 native_layer_norm_backward gelu_backward
 reduce_scatter_0.start mm_6 all_gather_0.wait mm_7 native_layer_norm_backward_1 add_3 gelu_backward_1
 all_gather_2.start reduce_scatter_1.start reduce_scatter_0.wait all_reduce_0.start mm_8 all_gather_1.wait mm_9
 gelu add native_layer_norm_backward_2 add_4 gelu_backward_2 reduce_scatter_2.start reduce_scatter_1.wait

@@ -72,7 +72,7 @@ def test_golden_backward() -> None:
     assert_expected_inline(
         steps(passes["schedule_one_layer_ahead"]),
         """\
-all_gather_0.start mm_4 mm_5 native_layer_norm_backward gelu_backward all_gather_1.start
+all_gather_0.start all_gather_1.start mm_4 mm_5 native_layer_norm_backward gelu_backward
 reduce_scatter_0.start mm_6 all_gather_0.wait mm_7 native_layer_norm_backward_1 add_3 gelu_backward_1
 all_gather_2.start reduce_scatter_1.start reduce_scatter_0.wait mm_8 all_gather_1.wait mm_9 gelu add
 native_layer_norm_backward_2 add_4 gelu_backward_2 reduce_scatter_2.start reduce_scatter_1.wait mm_10
@@ -100,7 +100,7 @@ def test_golden_backward_two_layers_ahead() -> None:
     assert_expected_inline(
         steps(passes["schedule_one_layer_ahead"]),
         """\
-all_gather_0.start all_gather_1.start mm_4 mm_5 native_layer_norm_backward gelu_backward all_gather_2.start
+all_gather_0.start all_gather_1.start all_gather_2.start mm_4 mm_5 native_layer_norm_backward gelu_backward
 reduce_scatter_0.start mm_6 all_gather_0.wait mm_7 native_layer_norm_backward_1 add_3 gelu_backward_1
 reduce_scatter_1.start reduce_scatter_0.wait mm_8 all_gather_1.wait mm_9 gelu add native_layer_norm_backward_2
 add_4 gelu_backward_2 reduce_scatter_2.start reduce_scatter_1.wait mm_10 all_gather_2.wait mm_11
@@ -232,7 +232,7 @@ def test_at_a_boundary_the_gather_goes_before_the_reduction() -> None:
     assert_expected_inline(
         scheduled(function, SHARD, SHARD, X),
         """\
-all_gather_0.start mm all_gather_1.start reduce_scatter_0.start all_gather_0.wait mm_1 all_gather_1.wait mm_2
+all_gather_0.start all_gather_1.start mm reduce_scatter_0.start all_gather_0.wait mm_1 all_gather_1.wait mm_2
 reduce_scatter_0.wait""",
     )
 
@@ -246,7 +246,7 @@ def test_a_reduction_with_compute_before_the_boundary_starts_at_once() -> None:
     assert_expected_inline(
         scheduled(function, SHARD, SHARD, X),
         """\
-all_gather_0.start mm all_gather_1.start reduce_scatter_0.start mm_1 mm_2 all_gather_0.wait mm_3
+all_gather_0.start all_gather_1.start mm reduce_scatter_0.start mm_1 mm_2 all_gather_0.wait mm_3
 all_gather_1.wait mm_4 reduce_scatter_0.wait""",
     )
 

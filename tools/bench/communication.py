@@ -18,7 +18,7 @@ class Collectives:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group: dist.ProcessGroup = mesh.get_group()
         self.rank, self.world_size = mesh.get_local_rank(), mesh.size()
-        self.averages = group_averages(self.group.group_name)
+        self.averages = group_averages(self.group.group_name, torch.device(mesh.device_type))
 
     def own_rows(self, whole: Tensor) -> Tensor:
         """This rank's part of the rows; a view."""
@@ -61,7 +61,7 @@ class CommunicationAlone:
         with torch.device("meta"):
             units = parameters_by_unit(shape.make(torch.device("meta")))
         self.group = mesh.get_group()
-        self.averages = group_averages(self.group.group_name)
+        self.averages = group_averages(self.group.group_name, torch.device(mesh.device_type))
         has_root = len(units) > shape.layers
         self.unit_shapes = [[tuple(param.shape) for param in unit] for unit in units]
         self.regathered = self.unit_shapes[1:] if has_root else self.unit_shapes

@@ -154,10 +154,11 @@ def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 # ---- the sharded systems ---------------------------------------------------------------------------------------------
 
 
-def _fsdp2(setting: Setting, *, compile_layers: bool) -> System:
+def _fsdp2(setting: Setting, *, compile_layers: bool, keep_last: bool = False) -> System:
     model: Any = setting.shape.make(setting.device)
     for layer in model.layers:
-        fsdp2.fully_shard(layer, mesh=setting.mesh, mp_policy=setting.policy)
+        reshard = not (keep_last and layer is model.layers[-1])
+        fsdp2.fully_shard(layer, mesh=setting.mesh, mp_policy=setting.policy, reshard_after_forward=reshard)
         if compile_layers:
             layer.compile()
     fsdp2.fully_shard(model, mesh=setting.mesh, mp_policy=setting.policy)
@@ -187,9 +188,14 @@ def inductor_overlap_options() -> dict[str, Any]:
     return {name: value for name, value in wanted.items() if name in known}
 
 
-def _ours(setting: Setting, *, options: dict[str, Any] | None) -> System:
-    model = setting.shape.make(setting.device)
-    fully_shard(model, mesh=setting.mesh, mp_policy=setting.policy, units=["layers.*"])
+def _ours(setting: Setting, *, options: dict[str, Any] | None, keep_last: bool = False) -> System:
+    model: Any = setting.shape.make(setting.device)
+    if keep_last:
+        for layer in model.layers:
+            reshard = layer is not model.layers[-1]
+            fully_shard(layer, mesh=setting.mesh, mp_policy=setting.policy, reshard_after_forward=reshard)
+    units = None if keep_last else ["layers.*"]
+    fully_shard(model, mesh=setting.mesh, mp_policy=setting.policy, units=units)
     call = model if options is None else torch.compile(model, backend=overlap_fsdp, options=options)
     return System(setting, model, call)
 
@@ -199,6 +205,7 @@ BUILDERS: dict[str, Callable[[Setting], Any]] = {
     "communication": lambda s: CommunicationAlone(s.shape, s.mesh, s.device, s.reduce_dtype),
     "fsdp2_eager": lambda s: _fsdp2(s, compile_layers=False),
     "fsdp2": lambda s: _fsdp2(s, compile_layers=True),
+    "fsdp2_last_kept": lambda s: _fsdp2(s, compile_layers=True, keep_last=True),
     "simple_fsdp": lambda s: _simple_fsdp(s, options={}),
     "simple_fsdp_overlap": lambda s: _simple_fsdp(s, options=inductor_overlap_options()),
     "eager": lambda s: _ours(s, options=None),
@@ -206,6 +213,7 @@ BUILDERS: dict[str, Callable[[Setting], Any]] = {
     "compiled_packed": lambda s: _ours(s, options={"bucket_mode": "packed"}),
     "compiled_two_streams": lambda s: _ours(s, options={"unify_communication_stream": False}),
     "compiled_saved": lambda s: _ours(s, options={"recompute_elementwise": False}),
+    "compiled_last_kept": lambda s: _ours(s, options={}, keep_last=True),
     "compiled_prefetch2": lambda s: _ours(s, options={"prefetch": 2}),
 }
 

@@ -8,6 +8,7 @@ SYSTEMS: dict[str, str] = {
     "communication": "communication alone",
     "fsdp2_eager": "FSDP2 eager",
     "fsdp2": "FSDP2, compiled layers",
+    "fsdp2_last_kept": "FSDP2, last layer kept",
     "simple_fsdp": "SimpleFSDP, compiled whole",
     "simple_fsdp_overlap": "SimpleFSDP, Inductor's overlap",
     "eager": "ours eager",
@@ -15,6 +16,7 @@ SYSTEMS: dict[str, str] = {
     "compiled_packed": "ours compiled, packed",
     "compiled_two_streams": "ours compiled, two streams",
     "compiled_prefetch2": "ours compiled, prefetch 2",
+    "compiled_last_kept": "ours compiled, last layer kept",
     "compiled_saved": "ours compiled, elementwise saved",
 }
 
