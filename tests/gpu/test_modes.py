@@ -27,6 +27,6 @@ def trains(mode: str) -> None:
     assert_same_steps(found, record_steps(reference, batches, sharded=False), mode)
 
 
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize("mode", ["reduce-overhead"])  # "max-autotune" tries kernels for minutes
 def test_modes_train_as_unsharded(two_nccl_ranks: RankPool, mode: str) -> None:
     two_nccl_ranks.run("tests.gpu.test_modes:trains", mode=mode)
