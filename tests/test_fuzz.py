@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import fuzz
 from fuzz import search, search_invariants
 from fuzz_models import LEAVES, ModelSpec, Spec, check_invariants
 from tests.graphs import eight_fake_ranks as eight_fake_ranks
@@ -26,6 +27,23 @@ def test_a_failure_is_shrunk_and_printed_as_a_description_that_can_be_evaluated(
     smallest = eval(description, {"ModelSpec": ModelSpec, "Spec": Spec})
     assert smallest.head
     assert len(smallest.blocks) == 1
+
+
+def test_a_failure_is_told_at_once_and_made_smaller_for_a_limited_time_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fuzz, "_LONGEST_SHRINKING_S", 0.0)
+    checked = []
+
+    def check(spec: ModelSpec) -> None:
+        checked.append(spec)
+        assert not spec.head, "found one with a head"
+
+    count, failure = search(check, 50, seed_=0)
+    assert len(checked) == count  # none after the one that failed
+    assert failure is not None
+    assert failure.startswith(repr(checked[-1]))
+    assert failure in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("eight_fake_ranks")

@@ -34,6 +34,7 @@ WORLD_SIZE = 3  # of the fake groups: most shapes cannot be divided by it
 NUM_REPLICAS = 2
 _PER_SEED = 100  # models that hypothesis draws from one seed
 _MOST_SHRINKS = 100
+_LONGEST_SHRINKING_S = 120.0  # each failure of a rank takes its pool down, or as long as the pool waits for an answer
 
 Failure = str | None  # the smallest model that fails, and its traceback
 
@@ -97,13 +98,18 @@ def search(
 
 
 def _shrink(check: Callable[[ModelSpec], object], seed_: int, failing: ModelSpec, text: str) -> str:
-    """Draw the seed's models again up to the `failing` one, and let hypothesis make that smaller."""
+    """Draw the seed's models again up to the `failing` one, and let hypothesis make that smaller, for a while.
+
+    What has failed is printed before, so that it is known also when this is interrupted.
+    """
     smallest, has_begun, num_left = f"{failing!r}\n{text}", False, _MOST_SHRINKS
+    print(f"making this failure smaller: {smallest}", file=sys.stderr, flush=True)
+    end_s = time.monotonic() + _LONGEST_SHRINKING_S
 
     def run(spec: ModelSpec) -> None:
         nonlocal smallest, has_begun, num_left
         has_begun = has_begun or spec == failing
-        if not has_begun or num_left == 0:
+        if not has_begun or num_left == 0 or time.monotonic() > end_s:
             return
         num_left -= 1
         try:

@@ -60,6 +60,50 @@ def test_a_tied_embedding_that_is_a_unit_of_its_own_serves_the_head_in_the_root(
     )
 
 
+# ---- a frozen tied weight, read in front of its owner ----------------------------------------------------------------
+
+
+class Product(nn.Module):
+    def __init__(self, weight: nn.Parameter, trains: bool) -> None:
+        super().__init__()
+        self.weight = weight
+        self.scale = nn.Parameter(torch.ones(12)) if trains else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x @ self.weight)
+        return x if self.scale is None else x * self.scale
+
+
+class ReadBeforeItsOwner(nn.Module):
+    """The backward of `second`, a unit, is over before the one of `first`, which reads the same frozen weight."""
+
+    def __init__(self, trains: bool) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.randn(12, 12) / 12**0.5, requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(12))
+        self.first, self.second = Product(weight, False), Product(weight, trains)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x * self.scale)).square().mean()
+
+
+def frozen_weight_read_before_its_owner(way: str, units: list[str], trains: bool) -> None:
+    assert_trains_as_unsharded(
+        functools.partial(ReadBeforeItsOwner, trains),
+        float_batches(3, 8, 12),
+        way=way,
+        shard=functools.partial(fully_shard, units=units),
+    )
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["all of the owner frozen", "a part of the owner frozen"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_frozen_weight_outlives_its_owners_backward_for_the_root_that_reads_it_too(
+    two_ranks: RankPool, way: str, trains: bool
+) -> None:
+    two_ranks.run(f"{HERE}:frozen_weight_read_before_its_owner", way=way, units=["second"], trains=trains)
+
+
 # ---- one weight, several reads ---------------------------------------------------------------------------------------
 
 
