@@ -289,7 +289,7 @@ def ensure_reduce_group(mesh: DeviceMesh) -> None:
         return
     ranks = dist.get_process_group_ranks(group)
     timeout = datetime.timedelta(seconds=group_timeout_s(group))
-    second = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc="fsdp_reduce")
+    second: Any = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc="fsdp_reduce")
     register_group_alias(group.group_name + REDUCE_GROUP_SUFFIX, second)
     _reduce_groups[group] = second
 

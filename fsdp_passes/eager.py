@@ -58,15 +58,16 @@ from fsdp_passes.unit import FsdpUnit, unit_of
 
 def install_hooks(module: nn.Module) -> None:
     """Let the unit of `module` gather and release around its forward and backward."""
-    module.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(_post_forward, always_call=True)
+    module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(post_forward, always_call=True)
 
 
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
 @never_compile_alone
-def _pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What runs ahead of a unit's forward. Returns its inputs as a pair, or None where they stay as they are."""
     unit = unit_of(module)
     assert unit is not None
     if torch.compiler.is_compiling():
@@ -76,7 +77,7 @@ def _pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             unit.is_in_compiled_forward = True  # the compiler replays this at a graph break, before eager code runs
     elif is_in_compiled_region() and not is_in_foreign_region():
         unit.may_run_eagerly = True
-    else:
+    elif not unit.is_in_method:
         if is_in_compiled_region():
             warn_of_foreign_region()
         _begin_forward(unit, (args, kwargs))
@@ -134,7 +135,8 @@ def _watch_inputs(unit: FsdpUnit, inputs: Any) -> None:
 
 
 @never_compile_alone
-def _post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """What runs behind a unit's forward, also when that has raised. Returns its output, cast and safe to keep."""
     unit = unit_of(module)
     assert unit is not None
     dtype = unit.mp_policy.output_dtype
@@ -155,7 +157,7 @@ def _leave_forward(unit: FsdpUnit, output: Any) -> Any:
     output = _copy_views_of_gathered(unit.context, output)
     if unit.may_run_eagerly:
         unit.may_run_eagerly = False  # all of it was compiled
-    elif not is_in_backward():
+    elif not is_in_backward() and not unit.is_in_method:
         _end_forward(unit, output)
     return output
 

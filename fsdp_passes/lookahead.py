@@ -36,6 +36,10 @@ class LookAhead:
     A pass begins with the first forward entry behind a backward, when an entry comes again, and when gradients are
     switched on or off. Nothing is started across its begin: an optimizer may write the parameters there.
 
+    Where a pass began instead of the entry that was expected (two forwards before their backwards), a gather was
+    started for nothing, as it would be in each step. From then on an entry must follow twice in a row before it is
+    expected.
+
     Every rank learns from its own run. Ranks that run the same graphs in the same order start the same gathers.
 
     Attributes:
@@ -49,6 +53,7 @@ class LookAhead:
         self.started: dict[Any, Any] = {}
         self._start: dict[Entry, Callable[[], None]] = {}
         self._successor: dict[Entry, Entry] = {}
+        self._times_in_a_row: dict[Entry, int] = {}  # of an entry whose successor was once expected in vain
         self._passed: dict[Entry, None] = {}
         self._last: Entry | None = None
 
@@ -59,8 +64,12 @@ class LookAhead:
         begins_pass = last is None or self._begins_pass(entry, last)
         if last is not None and begins_pass:
             self._passed.clear()
-            self._successor.pop(last, None)  # it was the last of its pass
+            if self._successor.pop(last, None) is not None or last in self._times_in_a_row:
+                self._times_in_a_row[last] = 0  # it was the last of its pass
         elif last is not None:
+            if last in self._times_in_a_row:
+                is_same = self._successor.get(last) == entry
+                self._times_in_a_row[last] = self._times_in_a_row[last] + 1 if is_same else 1
             self._successor[last] = entry
         self._start[entry] = start
         self._passed[entry] = None
@@ -73,7 +82,9 @@ class LookAhead:
 
     def next_entry(self) -> Entry | None:
         """What followed the running entry the last time."""
-        return None if self._last is None else self._successor.get(self._last)
+        if self._last is None or self._times_in_a_row.get(self._last, 2) < 2:
+            return None
+        return self._successor.get(self._last)
 
     def start_next(self) -> None:
         """Start the gather of the entry that will follow, if it is known."""

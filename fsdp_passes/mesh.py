@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,9 +51,10 @@ def shard_subgroup(mesh: DeviceMesh, size: int) -> dist.ProcessGroup:
     made = _subgroups.setdefault(group, {})
     if size not in made:
         ranks, first = dist.get_process_group_ranks(group), shard_index(mesh) // size * size
-        made[size] = dist.new_group(
+        new: Any = dist.new_group(  # its type has a number in it, for ranks outside of the group
             ranks[first : first + size], use_local_synchronization=True, group_desc="fsdp_reshard"
         )
+        made[size] = new
     return made[size]
 
 

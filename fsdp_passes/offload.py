@@ -97,8 +97,12 @@ class Offloading:
     def await_reads(self) -> None:
         """Let the host wait until no copy reads a shard any more. The copies run a layer ahead of the compute, so that
         the device has something to do meanwhile."""
-        while self._reads:
-            self._reads.popleft().synchronize()
+        while True:
+            try:
+                read = self._reads.popleft()
+            except IndexError:  # empty, or another thread of autograd took the last one
+                return
+            read.synchronize()
 
     # ---- gradients to the CPU ----------------------------------------------------------------------------------------
 
@@ -157,8 +161,10 @@ class Offloading:
             self.land()
             return
         older, self._num_old = self._num_old, 0
-        self._land(older, is_wanted=True)
-        self._num_old = len(self._landing)
+        try:
+            self._land(older, is_wanted=True)
+        finally:
+            self._num_old = len(self._landing)
 
     def land(self, *, is_wanted: bool = True) -> None:
         """Write all gradients that were sent, or drop them."""

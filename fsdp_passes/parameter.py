@@ -178,6 +178,8 @@ class FsdpParameter:
             # The module moved (meta -> cuda, cpu -> cuda) or was cast: what Dynamo traces and guards must follow.
             self._set_dtypes(local.dtype)
             self.placeholder = self._make_placeholder(device, param.requires_grad)
+            if self._gathered_address:
+                self._note_address()  # the old placeholder's memory is gone
         self.padded_local = padded
         with torch.no_grad():
             replace_local_tensor(param, padded[: self.local_rows])

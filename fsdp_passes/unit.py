@@ -77,6 +77,8 @@ class FsdpUnit:
     # Whether its forward runs between two graphs and no eager code has read a parameter yet: the forward may still turn
     # out to be compiled.
     may_run_eagerly: bool = False
+    # Whether a method of its module runs that gathers like a forward, and so for forwards inside of it.
+    is_in_method: bool = False
     # Whether the user's `unshard()` gathered it and `reshard()` did not come yet.
     is_held: bool = False
     # Whether a backward left it gathered on purpose, for the forward that follows.

@@ -59,7 +59,22 @@ def test_two_forwards_before_one_backward_start_nothing_across() -> None:
     run = Run()
     twice = ["f0", "f1", "f0", "f1", "b1", "b0"]
     run.enter(*twice)
-    assert "f1>f0" not in run.enter(*twice)
+    run.enter(*twice)
+    for _ in range(3):  # neither the other forward nor, behind the first one, the backward
+        assert run.enter(*twice) == ["f0>f1", "f0>f1", "b1>b0"]
+    run.enter(*STEP)
+    run.enter(*STEP)
+    assert run.enter(*STEP) == ALL
+
+
+def test_a_forward_without_backward_is_forgotten_behind_two_whole_steps() -> None:
+    run = Run()
+    run.enter("f0", "b0")
+    assert run.enter("f0", "b0") == ["f0>b0"]
+    run.enter("f0")
+    assert run.enter("f0", "b0") == []
+    assert run.enter("f0", "b0") == []
+    assert run.enter("f0", "b0") == ["f0>b0"]
 
 
 def test_a_new_order_is_followed_from_the_next_step_on() -> None:

@@ -60,7 +60,7 @@ def test_gathers_are_on_the_device_and_gradients_go_to_the_cpu(eight_fake_ranks:
     assert [value.device for value in start.meta["val"]] == [CUDA]
     with FakeTensorMode():
         shards = [torch.empty(2, 4)]
-        ahead = ALL_GATHER_AHEAD_OP(shards, torch.empty(1), 8, "", torch.float32, False, True, False, device=CUDA)
+        ahead = ALL_GATHER_AHEAD_OP(shards, torch.empty(1), 8, "", torch.float32, False, True, device=CUDA)
     assert [value.device for value in ahead] == [CUDA]
     assert start.args[0][0].meta["val"].device.type == "cpu", "the gather takes the shard where it lives"
     (sent,) = gm.graph.find_nodes(op="call_function", target=SEND_HOME)

@@ -301,7 +301,8 @@ def _named_symbols(graph: fx.Graph, sizes: Mapping[str, int]) -> dict[sympy.Symb
             dims = value.shape if isinstance(value, torch.Tensor) else [value]
             for dim in dims:
                 if isinstance(dim, torch.SymInt) and isinstance(dim.node.expr, sympy.Symbol):
-                    hint = int(dim.node.hint)
+                    known: Any = dim.node.hint
+                    hint = int(known)
                     found[dim.node.expr] = by_size.get(hint, sympy.Integer(hint))
     return found
 

@@ -210,8 +210,8 @@ class _Scheduler:
         if not self.starts:
             return False
         self._emit(self.inputs)
-        # Nothing is whole yet: as many as will be whole at once from then on. In a backward they travel while the loss
-        # and the head's gradients are computed.
+        # Nothing is whole yet: as many as will be whole at once from then on. In a backward they travel while the
+        # head's gradients are computed, and the loss where it is in the graph.
         self._emit_gather_starts(1 + self.prefetch)
         held = self.ready.get(-1, [])
         num_passed = 0
