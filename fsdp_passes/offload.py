@@ -67,9 +67,9 @@ class Offloading:
     - A **shard** is read by its copies to the device, and written by the host: by an optimizer, `load_state_dict`, the
       user, or a hook that steps an optimizer in the backward. Whoever lets one of these run waits for the copies first
       (`await_reads`): the end of each forward and backward, `unshard()`, and what calls hooks. Gradients that land call
-      hooks, so reads are awaited before and not behind. A hook may write the parameter that it was called for; copies of
-      others may be on their way while it runs. The other way round nothing waits: the host queues a copy
-      behind what it wrote.
+      hooks, so reads are awaited before and not behind. A hook may write the parameter that it was called for; copies
+      of others may be on their way while it runs. The other way round nothing waits: the host queues a copy behind what
+      it wrote.
     - A **gradient's buffer** is written by one copy from the device, once, and then belongs to the host: it becomes
       `.grad`, or is added to it. Copies never go into `.grad` itself, which the user, an optimizer or a collective of
       the CPU may still be reading or writing. The host waits for the copy before it lets anybody have the buffer
