@@ -49,7 +49,9 @@ class Step:
 def read_code(source: str) -> list[Step]:
     """The steps of the generated `call` function."""
     body = source[source.index("def call(") :]
-    body = body[: body.index("\n        return (")]
+    end = re.search(r"\n +return \(", body)
+    assert end is not None, source
+    body = body[: end.start()]
     steps: list[Step] = []
     result_of: dict[str, str] = {}  # variable -> collective
     suffixes: list[str] = []  # of the open regions
