@@ -202,8 +202,7 @@ def _end_forward(unit: FsdpUnit, output: Any) -> None:
         torch.autograd.graph.register_multi_grad_hook(tensors, lambda grad: hook(), mode="any")
     # An output that hides its tensors in an object of unknown type cannot announce the backward: stay gathered.
     hides_tensors = torch.is_grad_enabled() and any(not _is_plain(leaf) for leaf in leaves)
-    is_borrowed = any(unit in other.borrows_from for other in context.units if context.phase(other) is Phase.FORWARD)
-    for owner in (unit, *unit.borrows_from) if not hides_tensors and not is_borrowed else ():
+    for owner in (unit, *unit.borrows_from) if not hides_tensors and not unit.is_borrowed_in(Phase.FORWARD) else ():
         if owner.reshards_after_forward or not torch.is_grad_enabled():
             keep_parts(owner)
             release(owner)

@@ -141,13 +141,8 @@ def _finish_backward(unit: FsdpUnit) -> None:
     # A unit around or beside this one may still read a weight of it, above all a frozen one, whose last reader makes no
     # gradient for it. What this unit borrowed has waited for the same reason.
     for owner in (unit, *unit.borrows_from):
-        if owner in context.finished_backward and not _is_borrowed_in_backward(owner):
+        if owner in context.finished_backward and not owner.is_borrowed_in(Phase.BACKWARD):
             _release_behind_backward(owner)
-
-
-def _is_borrowed_in_backward(unit: FsdpUnit) -> bool:
-    context = unit.context
-    return any(unit in other.borrows_from and context.phase(other) is Phase.BACKWARD for other in context.units)
 
 
 def _end_backward(context: FsdpContext) -> None:

@@ -44,15 +44,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             args, kwargs = inputs
         if torch.compiler.is_compiling():
             return post_forward(self, args, call(*args, **kwargs))
-        unit.is_in_method = True
+        output, unit.is_in_method = None, True
         try:
             output = call(*args, **kwargs)
-        except BaseException:
+        finally:  # also when it raised, as torch calls the hook
             unit.is_in_method = False
-            post_forward(self, args, None)  # as torch calls the hook behind a forward that raised
-            raise
-        unit.is_in_method = False
-        return post_forward(self, args, output)
+            output = post_forward(self, args, output)
+        return output
 
     setattr(module, method_name, types.MethodType(run, module))
 

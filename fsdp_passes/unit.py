@@ -19,7 +19,7 @@ from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import new_label
 
 if TYPE_CHECKING:
-    from fsdp_passes.context import FsdpContext
+    from fsdp_passes.context import FsdpContext, Phase
     from fsdp_passes.scalar import FsdpScalar
 
 ROOT_LABEL = "root"
@@ -138,6 +138,11 @@ class FsdpUnit:
     def display_name(self) -> str:
         """The name in labels and messages."""
         return self.name or ROOT_LABEL
+
+    def is_borrowed_in(self, phase: Phase) -> bool:
+        """Whether a unit in `phase` reads a parameter of this one."""
+        context = self.context
+        return any(self in other.borrows_from and context.phase(other) is phase for other in context.units)
 
     def check_group(self) -> None:
         """Raise `ProcessGroupGoneError` when the unit cannot communicate any more."""

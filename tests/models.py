@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):
@@ -46,6 +47,21 @@ class Transformer(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class Checkpointed(Transformer):
+    """Every layer is recomputed in the backward."""
+
+    use_reentrant = False
+
+    def call_layer(self, index: int, x: Tensor) -> Tensor:
+        return checkpoint(self.layers[index], x, use_reentrant=self.use_reentrant)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for index in range(len(self.layers)):
+            x = self.call_layer(index, x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_passes import fully_shard
 from tests.distributed.checks import WAYS, assert_trains_as_unsharded
-from tests.models import Block, Transformer, token_batches
+from tests.models import Block, Checkpointed, Transformer, token_batches
 from tests.ranks import RankPool
 
 HERE = "tests.distributed.test_activation_checkpointing"
@@ -29,26 +28,9 @@ def save_matrix_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def full(layer: Callable[..., Tensor], x: Tensor) -> Tensor:
-    return checkpoint(layer, x, use_reentrant=False)
-
-
 def selective(layer: Callable[..., Tensor], x: Tensor) -> Tensor:
     context = functools.partial(create_selective_checkpoint_contexts, save_matrix_products)
     return checkpoint(layer, x, use_reentrant=False, context_fn=context)
-
-
-class Checkpointed(Transformer):
-    """Every layer under full checkpointing."""
-
-    def call_layer(self, index: int, x: Tensor) -> Tensor:
-        return full(self.layers[index], x)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for index in range(len(self.layers)):
-            x = self.call_layer(index, x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
 class Selective(Checkpointed):
@@ -58,7 +40,7 @@ class Selective(Checkpointed):
 
 class Alternating(Checkpointed):
     def call_layer(self, index: int, x: Tensor) -> Tensor:
-        return self.layers[index](x) if index % 2 else full(self.layers[index], x)
+        return self.layers[index](x) if index % 2 else super().call_layer(index, x)
 
 
 MODELS = {"full": Checkpointed, "selective": Selective, "alternating": Alternating}

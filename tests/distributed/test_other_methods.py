@@ -42,6 +42,17 @@ class Autoencoder(nn.Module):
         return x
 
 
+def compare_and_step(model: nn.Module, reference: nn.Module, way: str) -> None:
+    for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert param.grad is not None, f"{way}: {name} has no gradient"
+        assert expected.grad is not None
+        grad = whole(param.grad)
+        torch.testing.assert_close(grad, expected.grad, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    for each in (model, reference):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+        each.zero_grad()
+
+
 def called_between_steps(way: str) -> None:
     model, reference = build(Autoencoder)
     assert isinstance(reference, Autoencoder)
@@ -56,16 +67,7 @@ def called_between_steps(way: str) -> None:
         found, expected = call(x), reference(batch[0])
         found.backward()
         expected.backward()
-        for name, param in reference.named_parameters():
-            grad = model.get_parameter(name).grad
-            assert grad is not None, f"{way}: {name} has no gradient"
-            assert param.grad is not None
-            torch.testing.assert_close(whole(grad), param.grad, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-        with torch.no_grad():
-            for param in (*model.parameters(), *reference.parameters()):
-                param -= 0.1 * param.grad
-        model.zero_grad()
-        reference.zero_grad()
+        compare_and_step(model, reference, way)
 
 
 def registered(way: str) -> None:
@@ -86,16 +88,7 @@ def registered(way: str) -> None:
                 (output if output.ndim == 0 else output.square().mean()).backward()
             # Compiled code reads what `generate` left whole, and leaves it so.
             assert_released(model if way == "fallback" else model.layers)  # type: ignore[arg-type]
-        for name, param in reference.named_parameters():
-            grad = dict(model.named_parameters())[name].grad
-            assert grad is not None, f"{way}: {name} has no gradient"
-            assert param.grad is not None
-            torch.testing.assert_close(whole(grad), param.grad, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-        with torch.no_grad():
-            for param in (*model.parameters(), *reference.parameters()):
-                param -= 0.1 * param.grad
-        model.zero_grad()
-        reference.zero_grad()
+        compare_and_step(model, reference, way)
 
 
 def assert_released(model: nn.Module) -> None:

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from fsdp_passes import fully_shard, overlap_fsdp
 from fsdp_passes.unit import unit_of
-from tests.models import Transformer, token_batches
+from tests.models import Checkpointed, token_batches
 from tests.ranks import RankPool
 from tests.training import assert_same, build, my_share, recorded_all_gathers, train
 
 HERE = "tests.distributed.test_reentrant_checkpoint"
 
 
-class Checkpointed(Transformer):
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=True)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+class Reentrant(Checkpointed):
+    use_reentrant = True
 
 
 # ---- on the ranks ----------------------------------------------------------------------------------------------------
@@ -30,7 +23,7 @@ class Checkpointed(Transformer):
 def trains(way: str, accumulates: bool) -> int:
     """Losses, gradients and parameters equal those of the unsharded model with the same checkpoints; returns the
     number of the layers' all-gathers in one step."""
-    model, reference = build(lambda: Checkpointed(hidden=125))
+    model, reference = build(lambda: Reentrant(hidden=125))
     fully_shard(model, units=["layers.*"])
     if way != "fallback":
         for layer in model.layers:

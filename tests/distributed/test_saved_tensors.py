@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from fsdp_passes import fully_shard
 from fsdp_passes.pipeline import record_compilations
 from tests.distributed.checks import assert_sends, compiled, float_batches
-from tests.models import Transformer, token_batches
+from tests.models import Checkpointed, Transformer, token_batches
 from tests.ranks import RankPool
 from tests.training import build, my_share, whole
 
@@ -168,16 +167,6 @@ def test_transposed_copied_cast_and_cut_weights_are_not_kept(two_ranks: RankPool
 
 
 # ---- activation checkpointing ----------------------------------------------------------------------------------------
-
-
-class Checkpointed(Transformer):
-    """Every layer is recomputed in the backward."""
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
 def checkpointed_keeps() -> None:

@@ -190,12 +190,10 @@ def inductor_overlap_options() -> dict[str, Any]:
 
 def _ours(setting: Setting, *, options: dict[str, Any] | None, keep_last: bool = False) -> System:
     model: Any = setting.shape.make(setting.device)
-    if keep_last:
-        for layer in model.layers:
-            reshard = layer is not model.layers[-1]
-            fully_shard(layer, mesh=setting.mesh, mp_policy=setting.policy, reshard_after_forward=reshard)
-    units = None if keep_last else ["layers.*"]
-    fully_shard(model, mesh=setting.mesh, mp_policy=setting.policy, units=units)
+    for layer in model.layers:
+        reshard = not (keep_last and layer is model.layers[-1])
+        fully_shard(layer, mesh=setting.mesh, mp_policy=setting.policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=setting.mesh, mp_policy=setting.policy)
     call = model if options is None else torch.compile(model, backend=overlap_fsdp, options=options)
     return System(setting, model, call)
 
