@@ -69,8 +69,8 @@ backward: 1.324 ms = compute 1.257 + idle 0.067; communication 0.318 ms, of it e
   unit      collective       MiB  starts before  awaited before  compute ms  comm ms  exposed ms  why
   layers.2  all_gather      4.00  root           layers.2             0.227    0.042       0.000  hidden behind
         root, layers.2
-  layers.1  all_gather      4.00  layers.2       layers.1             0.593    0.042       0.000  hidden behind
-        layers.2, layers.1
+  layers.1  all_gather      4.00  root           layers.1             0.637    0.042       0.000  hidden behind
+        root, layers.2, layers.1
   layers.0  all_gather      4.00  layers.1       layers.0             0.594    0.042       0.000  hidden behind
         layers.1, layers.0
   root      reduce_scatter  0.07  layers.2       layers.1             0.410    0.032       0.000  hidden behind
