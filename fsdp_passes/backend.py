@@ -34,7 +34,7 @@ from fsdp_passes.debug import CheckedInterpreter, debug_flags
 from fsdp_passes.errors import CompileCacheError, CudaGraphsWarning, NothingShardedWarning
 from fsdp_passes.foreign import gathers_parameters
 from fsdp_passes.gather_ops import await_left_behind
-from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
+from fsdp_passes.mesh import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import GradientSink, fsdp_parameter_of
 from fsdp_passes.passes._uses import ParameterUse

@@ -20,7 +20,7 @@ from fsdp_passes.errors import StaleParametersError
 from fsdp_passes.gather_ops import await_left_behind
 from fsdp_passes.gathering import forget_whole_gradients, release_on_demand, undo_interrupted
 from fsdp_passes.gradients import write_at_home
-from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
+from fsdp_passes.mesh import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import FsdpParameter, GradientSink, fsdp_parameter_of
 from fsdp_passes.passes._uses import ParameterUse

@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_passes._torch_compat import group_timeout_s, register_group_alias
 from fsdp_passes.errors import CollectiveError, DeviceError, PhaseError
 from fsdp_passes.lookahead import LookAhead
-from fsdp_passes.mesh import replica_group, shard_group
+from fsdp_passes.mesh import REDUCE_GROUP_SUFFIX, replica_group, shard_group
 from fsdp_passes.offload import Offloading
-from fsdp_passes.ops import REDUCE_GROUP_SUFFIX
 from fsdp_passes.regions import pop_region, push_region
 from fsdp_passes.streams import Purpose, Streams
 from fsdp_passes.unit import FsdpUnit

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from fsdp_passes._torch_compat import gradient_hooks, local_tensor, make_dtensor
-from fsdp_passes.ops import GradientDivision
+from fsdp_passes.division import GradientDivision
 from fsdp_passes.parameter import FsdpParameter
 
 

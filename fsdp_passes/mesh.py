@@ -15,6 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
+# Behind a group's name: the group that carries reduce-scatters when they have a communication stream of their own. It
+# exists from the first execution on; whatever is asked of it while compiling, the first group answers.
+REDUCE_GROUP_SUFFIX = ":reduce"
+
 
 def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The ranks among which parameters are sharded, this one included."""

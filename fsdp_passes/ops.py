@@ -8,8 +8,7 @@ ranges.
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,57 +16,12 @@ from torch import Tensor
 
 from fsdp_passes._torch_compat import group_of
 from fsdp_passes.arguments import ReduceGrad, ReduceReplicas, Unshard
+from fsdp_passes.division import division_over
 from fsdp_passes.errors import ProcessGroupGoneError
 from fsdp_passes.layout import part_of, scattered_from_whole, whole_from_gathered
 from fsdp_passes.regions import REDUCE_SCATTER_REGION, label_text, pop_region, push_region, region_name
 
 c10d = torch.ops._c10d_functional
-
-# Behind a group's name: the group that carries reduce-scatters when they have a communication stream of their own. It
-# exists from the first execution on; whatever is asked of it while compiling, the first group answers.
-REDUCE_GROUP_SUFFIX = ":reduce"
-
-
-def group_averages(group_name: str, device: torch.device) -> bool:
-    """Whether the group's backend for tensors on `device` can average while it reduces; a group may have one for each
-    type of device ("cpu:gloo,cuda:nccl"). gloo cannot: the sum is scaled afterwards.
-
-    A process group written in Python says so itself, with an attribute `averages`.
-    """
-    group = group_of(group_name.removesuffix(REDUCE_GROUP_SUFFIX))
-    if getattr(group, "averages", False):
-        return True
-    return backend_averages(dist.get_backend_config(group), device)
-
-
-def backend_averages(config: str, device: torch.device) -> bool:
-    """`group_averages` for `torch.distributed.get_backend_config` of a group: "cpu:gloo,cuda:nccl", for instance."""
-    return f"{device.type}:nccl" in config.split(",")
-
-
-class GradientDivision(NamedTuple):
-    """How a sum over ranks becomes a mean: the reduction's op, and what to multiply with before and behind it."""
-
-    reduce_op: str
-    before: float
-    after: float
-
-
-def gradient_division(
-    world_size: int, reduce_dtype: torch.dtype, divide_factor: float | None, *, averages: bool
-) -> GradientDivision:
-    """Division by `divide_factor`, by default by the number of ranks.
-
-    fp16 overflows at 65504: the sum of gradients that fit need not fit. Half of the division (in powers of two, which
-    are exact) comes before the reduction; all of it would lose small gradients to underflow.
-    """
-    divisor = world_size if divide_factor is None else divide_factor
-    if reduce_dtype == torch.float16:
-        before = 2.0 ** math.ceil(math.log2(world_size) / 2)
-        return GradientDivision("sum", 1 / before, before / divisor)
-    if averages and divide_factor is None:
-        return GradientDivision("avg", 1.0, 1.0)
-    return GradientDivision("sum", 1.0, 1.0 / divisor)
 
 
 @torch.library.custom_op("fsdp_passes::unshard", mutates_args=())
@@ -182,9 +136,7 @@ def reduce_grad(
     rows = -(-grad.shape[0] // world_size)
     padded = grad.new_zeros((rows * world_size, *grad.shape[1:]), dtype=reduce_dtype)
     padded[: grad.shape[0]] = grad
-    division = gradient_division(
-        world_size, reduce_dtype, divide_factor, averages=group_averages(group_name, grad.device)
-    )
+    division = division_over(group_name, grad.device, world_size, reduce_dtype, divide_factor)
     reduced = c10d.reduce_scatter_tensor(padded * division.before, division.reduce_op, world_size, group_name)
     result = (c10d.wait_tensor(reduced) * division.after).to(grad_dtype)
     return result.to("cpu") if home else result
@@ -225,8 +177,7 @@ def reduce_replicas(
     Returns:
         The divided sum over the replicas, in `grad`'s shape.
     """
-    averages = group_averages(group_name, grad.device)
-    division = gradient_division(num_replicas, reduce_dtype, divide_factor, averages=averages)
+    division = division_over(group_name, grad.device, num_replicas, reduce_dtype, divide_factor)
     reduced = c10d.all_reduce(grad.to(reduce_dtype) * division.before, division.reduce_op, group_name)
     result = (c10d.wait_tensor(reduced) * division.after).to(grad_dtype)
     return result.to("cpu") if home else result

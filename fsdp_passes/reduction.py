@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from fsdp_passes._torch_compat import group_of, has_gradient_hooks, reduce_scatter_coalesced
 from fsdp_passes.context import FinishReduction
+from fsdp_passes.division import GradientDivision, division_over
 from fsdp_passes.gradients import WriteGradients, keep_until_read, write_gradients
 from fsdp_passes.layout import scattered_from_whole
 from fsdp_passes.mesh import num_replicas, shard_group
 from fsdp_passes.offload import CPU
-from fsdp_passes.ops import GradientDivision, gradient_division, group_averages
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import REDUCE_SCATTER_REGION
 from fsdp_passes.replicas import pass_on
@@ -92,8 +92,8 @@ def _queue(
     for param in grads:
         groups.setdefault(param.reduce_dtype, []).append(param)
     for dtype, params in groups.items():
-        averages = group_averages(params[0].group_name, grads[params[0]].device)
-        division = gradient_division(group.size(), dtype, unit.divide_factor, averages=averages)
+        device = grads[params[0]].device
+        division = division_over(params[0].group_name, device, group.size(), dtype, unit.divide_factor)
         packed = [_pack(param, grads.pop(param), division) for param in params]
         start = _Reduction(unit, params, packed, division, group, write, is_from_graph=is_from_graph).start
         unit.context.enqueue_reduction(packed[0].device, start)

@@ -10,9 +10,9 @@ import torch
 
 from fsdp_passes._torch_compat import all_reduce_coalesced
 from fsdp_passes.context import FinishReduction
+from fsdp_passes.division import GradientDivision, division_over
 from fsdp_passes.gradients import WriteGradients, keep_until_read, write_gradients
 from fsdp_passes.mesh import num_replicas, replica_group
-from fsdp_passes.ops import GradientDivision, gradient_division, group_averages
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import ALL_REDUCE_REGION
 from fsdp_passes.starts import starting
@@ -102,9 +102,8 @@ def _start_all_reduce(
     assert group is not None
     # All of the division that the user has set is in the first reduction.
     factor = None if unit.divide_factor is None else 1.0
-    dtype = params[0].reduce_dtype
-    averages = group_averages(params[0].replica_group_name, device)
-    division = gradient_division(num_replicas(unit.mesh), dtype, factor, averages=averages)
+    name, dtype = params[0].replica_group_name, params[0].reduce_dtype
+    division = division_over(name, device, num_replicas(unit.mesh), dtype, factor)
     with starting(unit, ALL_REDUCE_REGION), torch.no_grad(), context.on_replica_stream(device):
         if made is not None:
             torch.cuda.current_stream(device).wait_event(made)

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_passes._torch_compat import is_in_backward, local_tensor
+from fsdp_passes.division import gradient_division
 from fsdp_passes.gradients import accumulate_gradient
 from fsdp_passes.mesh import num_replicas, placements_on
-from fsdp_passes.ops import gradient_division
 
 if TYPE_CHECKING:
     from fsdp_passes.unit import FsdpUnit

@@ -14,11 +14,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp_passes import fully_shard
 from fsdp_passes._torch_compat import local_tensor, replace_local_tensor
+from fsdp_passes.division import backend_averages, group_averages
 from fsdp_passes.errors import OffloadedDeviceError
 from fsdp_passes.gather_ops import ALL_GATHER_AHEAD_OP, ALL_GATHER_OP
 from fsdp_passes.home_ops import SEND_HOME
 from fsdp_passes.offload import Home, Offloading
-from fsdp_passes.ops import HOME, PINNED_HOME, REDUCE_GRAD, UNSHARD, backend_averages, group_averages
+from fsdp_passes.ops import HOME, PINNED_HOME, REDUCE_GRAD, UNSHARD
 from fsdp_passes.passes.bucket_all_gathers import bucket_all_gathers
 from fsdp_passes.passes.bucket_reduce_scatters import bucket_reduce_scatters
 from fsdp_passes.unit import unit_of

@@ -11,7 +11,8 @@ from torch import fx
 from fsdp_passes._torch_compat import FakeTensorMode, detect_fake_mode
 from fsdp_passes.gather_ops import ALL_GATHER_AHEAD_OP, ALL_GATHER_OP
 from fsdp_passes.home_ops import SEND_HOME
-from fsdp_passes.ops import PINNED_HOME, REDUCE_GROUP_SUFFIX
+from fsdp_passes.mesh import REDUCE_GROUP_SUFFIX
+from fsdp_passes.ops import PINNED_HOME
 from fsdp_passes.schedule import BUCKET_META, FINISH, ROLE_META, Bucket
 
 aten = torch.ops.aten

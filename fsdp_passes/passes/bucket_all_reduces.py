@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from fsdp_passes.arguments import ReduceGrad, ReduceReplicas
-from fsdp_passes.ops import REDUCE_REPLICAS, GradientDivision, c10d, gradient_division, group_averages
+from fsdp_passes.division import GradientDivision, division_over
+from fsdp_passes.ops import REDUCE_REPLICAS, c10d
 from fsdp_passes.passes._graph import BucketBuilder, aten
 from fsdp_passes.passes._parts import Part, bytes_sent_home, gradient_shape, reduced_bytes, reduction_parts
 from fsdp_passes.schedule import ALL_REDUCE, FINISH, PREPARE, START, WAIT, Bucket
@@ -88,8 +89,8 @@ def _reduce_packed(builder: BucketBuilder, nodes: list[fx.Node], group_name: str
 
 def _division(node: fx.Node) -> GradientDivision:
     call = ReduceReplicas.of(node)
-    averages = group_averages(call.group_name, call.grad.meta["val"].device)
-    return gradient_division(call.num_replicas, call.reduce_dtype, call.divide_factor, averages=averages)
+    device = call.grad.meta["val"].device
+    return division_over(call.group_name, device, call.num_replicas, call.reduce_dtype, call.divide_factor)
 
 
 def _prepare(builder: BucketBuilder, node: fx.Node, division: GradientDivision) -> fx.Node:

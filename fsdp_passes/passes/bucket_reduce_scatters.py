@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from fsdp_passes.arguments import ReduceGrad
-from fsdp_passes.ops import GradientDivision, c10d, gradient_division, group_averages
+from fsdp_passes.division import GradientDivision, division_over
+from fsdp_passes.ops import c10d
 from fsdp_passes.passes._graph import BucketBuilder, aten
 from fsdp_passes.passes._parts import Part, bytes_sent_home, gradient_shape, reduced_bytes, reduction_parts
 from fsdp_passes.schedule import FINISH, PREPARE, REDUCE_SCATTER, START, WAIT, Bucket
@@ -109,8 +110,8 @@ def _reduce_packed(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dt
 def _division(node: fx.Node) -> GradientDivision:
     """A unit's gradients have one factor."""
     call = ReduceGrad.of(node)
-    averages = group_averages(call.group_name, call.grad.meta["val"].device)
-    return gradient_division(call.world_size, call.reduce_dtype, call.divide_factor, averages=averages)
+    device = call.grad.meta["val"].device
+    return division_over(call.group_name, device, call.world_size, call.reduce_dtype, call.divide_factor)
 
 
 def _pad(builder: BucketBuilder, node: fx.Node, dtype: torch.dtype, division: GradientDivision) -> fx.Node:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from fsdp_passes import fully_shard, overlap_fsdp
-from fsdp_passes.ops import group_averages
+from fsdp_passes.division import group_averages
 from tests.models import Transformer, token_batches
 from tests.ranks import RankPool
 from tests.steps import assert_same_steps, record_steps

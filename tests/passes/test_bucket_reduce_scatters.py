@@ -175,7 +175,7 @@ def test_bucketing_again_changes_nothing(bucket_mode: str) -> None:
 @pytest.mark.usefixtures("eight_fake_ranks")
 def test_a_backend_that_averages_needs_no_scaling(bucket_mode: str) -> None:
     graph = two_gradients_graph()
-    with unittest.mock.patch("fsdp_passes.passes.bucket_reduce_scatters.group_averages", return_value=True):
+    with unittest.mock.patch("fsdp_passes.division.group_averages", return_value=True):
         bucket_reduce_scatters(graph, bucket_mode=bucket_mode)
     (start,) = [node for node in graph.nodes if node.name == "reduce_scatter_0"]
     assert start.args[1] == "avg"

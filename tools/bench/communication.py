@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bench.models import Shape
 from fsdp_passes._torch_compat import all_gather_coalesced, reduce_scatter_coalesced
-from fsdp_passes.ops import group_averages
+from fsdp_passes.division import group_averages
 
 
 class Collectives:
