@@ -434,23 +434,38 @@ def compile_fx_and_inspect(
     patches: dict[str, Any],
     inspect: Callable[[str, bool], None],
     around: Callable[[], contextlib.AbstractContextManager[None]],
+    around_backward: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Callable[..., Any]:
     """`compile_fx`; `inspect(source, is_backward)` sees the code of each graph, from the graph cache too.
 
     `around` is entered whenever Inductor compiles: a backward is compiled later, when autograd first comes to it.
+    `around_backward` is entered whenever a compiled backward runs: autograd calls it, and nobody else of ours.
+    AOTAutograd's cache is the exception for both `inspect` and `around_backward`: what it returns calls nobody.
     """
 
     def inner_compile(graph: fx.GraphModule, graph_inputs: Sequence[Any], **kwargs: Any) -> Any:
         with around():
             output = compile_fx_inner(graph, graph_inputs, **kwargs)
+        is_backward = bool(kwargs.get("is_backward"))
         source = getattr(output, "source_code", None)
         if source:
-            inspect(source, bool(kwargs.get("is_backward")))
+            inspect(source, is_backward)
+        run = getattr(output, "current_callable", None)
+        if is_backward and run is not None:
+            # In place: AOTAutograd's cache takes the output itself, and leaves out what it calls.
+            output.current_callable = lambda args: _run_inside(around_backward, run, args)  # type: ignore[union-attr]
         return output
 
     with around():
         compiled: Any = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
     return compiled
+
+
+def _run_inside(
+    around: Callable[[], contextlib.AbstractContextManager[None]], run: Callable[[Any], Any], args: Any
+) -> Any:
+    with around():
+        return run(args)
 
 
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

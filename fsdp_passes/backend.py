@@ -33,7 +33,7 @@ from fsdp_passes.context import set_mesh_timeout
 from fsdp_passes.debug import CheckedInterpreter, debug_flags
 from fsdp_passes.errors import CompileCacheError, CudaGraphsWarning, NothingShardedWarning
 from fsdp_passes.foreign import gathers_parameters
-from fsdp_passes.gather_ops import await_left_behind
+from fsdp_passes.gather_ops import leaving_nothing_behind
 from fsdp_passes.mesh import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
 from fsdp_passes.parameter import GradientSink, fsdp_parameter_of
@@ -191,7 +191,9 @@ def _compile_inner(
     if settings.inner != "inductor" or flags.eager:
         return _compile_aot(gm, inputs, lower, is_checked=settings.inner == "eager" or flags.eager)
     if lower is None:
-        return compile_fx_and_inspect(gm, inputs, inductor_options, lambda *_: None, _naming_cache_folder)
+        return compile_fx_and_inspect(
+            gm, inputs, inductor_options, lambda *_: None, _naming_cache_folder, contextlib.nullcontext
+        )
     patches = {
         **inductor_schedulers_off(),
         **inductor_options,
@@ -211,7 +213,7 @@ def _compile_inner(
             "reorder_for_compute_comm_overlap_passes": [pin_and_verify],
         }
     inspect = functools.partial(verify_generated_code, lower.record)
-    return compile_fx_and_inspect(gm, inputs, patches, inspect, _naming_cache_folder)
+    return compile_fx_and_inspect(gm, inputs, patches, inspect, _naming_cache_folder, leaving_nothing_behind)
 
 
 @contextlib.contextmanager
@@ -239,15 +241,13 @@ def _compile_aot(
         def run(args: list[Any]) -> Any:
             inputs = list(args)
             args.clear()
-            if is_checked:
-                names = lower.record.unit_names if lower is not None else ()
-                checked = CheckedInterpreter(graph_module, names, poison_released=debug_flags().nan)
-            try:
-                return checked.run(*inputs) if is_checked else graph_module.forward(*inputs)
-            except BaseException as error:
-                # Autograd calls a backward: nobody else of ours sees what it raises.
-                await_left_behind(error, checked.env.values() if is_checked else ())
-                raise
+            if not is_checked:
+                with leaving_nothing_behind():
+                    return graph_module.forward(*inputs)
+            names = lower.record.unit_names if lower is not None else ()
+            checked = CheckedInterpreter(graph_module, names, poison_released=debug_flags().nan)
+            with leaving_nothing_behind(lambda: checked.env.values()):  # `run` makes a new one
+                return checked.run(*inputs)
 
         return wrap_boxed(run)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from fsdp_passes.gather_start import Transfer, start, start_unregistered
 from fsdp_passes.lookahead import Entry
 from fsdp_passes.ops import c10d, library
 from fsdp_passes.parameter import FsdpParameter
-from fsdp_passes.regions import ALL_GATHER_REGION, label_owner
+from fsdp_passes.regions import ALL_GATHER_REGION, close_regions_above, label_owner, num_open_regions
 from fsdp_passes.starts import name_failed_start, starting
 from fsdp_passes.unit import FsdpUnit
 from fsdp_passes.watchdog import await_named
@@ -62,6 +62,22 @@ def await_left_behind(error: BaseException, values: Iterable[Any] = ()) -> None:
         if type(value) is Tensor:
             with contextlib.suppress(RuntimeError):  # a rank has ended: `error` says more
                 c10d.wait_tensor(value)
+
+
+@contextlib.contextmanager
+def leaving_nothing_behind(values: Callable[[], Iterable[Any]] = tuple) -> Iterator[None]:
+    """Around a graph that autograd calls. When it raises, its collectives are awaited and its regions closed here:
+    nobody else of ours sees that, and the caller may never come back.
+
+    `values`: further values with collectives' results in them (see `await_left_behind`).
+    """
+    depth = num_open_regions()
+    try:
+        yield
+    except BaseException as error:
+        await_left_behind(error, values())
+        close_regions_above(depth)
+        raise
 
 
 def _all_gather(

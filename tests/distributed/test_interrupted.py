@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_passes import fully_shard
+from fsdp_passes.regions import num_open_regions
 from fsdp_passes.unit import unit_of
 from tests.distributed.checks import WAYS, call_of, float_batches
 from tests.ranks import RankPool
@@ -101,7 +103,10 @@ def _raise(_: Any) -> None:
 def interrupted(way: str, where: str) -> None:
     model, reference = build(Model)
     fully_shard(model, units=["layers.*"])
+    pending = torch._C._distributed_c10d._get_work_registry_size()
     found = steps(model, call_of(model, way), where, is_sharded=True)
+    assert torch._C._distributed_c10d._get_work_registry_size() == pending  # every collective was awaited
+    assert num_open_regions() == 0
     expected = steps(reference, reference, where, is_sharded=False)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
@@ -115,8 +120,13 @@ def interrupted(way: str, where: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "hook"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "where"),
+    [
+        *itertools.product(WAYS, ("forward", "backward", "hook")),
+        *[(way, "backward") for way in ("eager", "inductor")],  # autograd calls their backwards, no code of ours
+    ],
+)
 def test_a_step_given_up_in_the_middle_of_an_accumulation_leaves_no_gradient(
     two_ranks: RankPool, way: str, where: str
 ) -> None:
