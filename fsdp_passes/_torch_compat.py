@@ -20,6 +20,9 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.symbolic_convert import tls as symbolic_convert_state
+from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables.base import VariableTracker
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
@@ -72,6 +75,7 @@ __all__ = [
     "inductor_mode_options",
     "inductor_schedulers_off",
     "init_fake_process_group",
+    "inputs_that_are_returned",
     "is_backward_graph",
     "is_deterministic",
     "is_in_backward",
@@ -256,6 +260,26 @@ def backend_that_traces() -> Any:
     """What Dynamo is tracing for now, as it was given to it; None when it is not tracing."""
     translator = InstructionTranslator.current_tx()
     return _innermost_backend(translator.output.compiler_fn)
+
+
+def inputs_that_are_returned() -> list[torch.Tensor]:
+    """The tensors that the function which Dynamo is tracing now returns as it got them, in whatever it returns.
+
+    They do not come out of the graph: the code behind it takes the objects from where they were read.
+    """
+    translator = getattr(symbolic_convert_state, "current_tx", None)
+    reason = None if translator is None else translator.output.compile_subgraph_reason
+    if reason is None or reason.graph_break or reason.reason != "return_value":
+        return []
+    found: list[torch.Tensor] = []
+
+    def look(variable: VariableTracker) -> None:
+        node = variable.as_proxy().node if isinstance(variable, TensorVariable) else None
+        if node is not None and node.op == "placeholder" and isinstance(node.meta["grapharg"].example, torch.Tensor):
+            found.append(node.meta["grapharg"].example)
+
+    VariableTracker.visit(look, translator.stack)
+    return found
 
 
 @never_compile_alone

@@ -22,6 +22,7 @@ from fsdp_passes._torch_compat import (
     elementwise_recomputed,
     group_of,
     inductor_mode_options,
+    inputs_that_are_returned,
     inductor_schedulers_off,
     is_deterministic,
     min_cut_rematerialization_partition,
@@ -31,7 +32,7 @@ from fsdp_passes.agreement import has_peers
 from fsdp_passes.compiled_call import Compiled, CompiledCall
 from fsdp_passes.context import set_mesh_timeout
 from fsdp_passes.debug import CheckedInterpreter, debug_flags
-from fsdp_passes.errors import CompileCacheError, CudaGraphsWarning, NothingShardedWarning
+from fsdp_passes.errors import CompileCacheError, CudaGraphsWarning, NothingShardedWarning, ReturnedParameterError
 from fsdp_passes.foreign import gathers_parameters
 from fsdp_passes.gather_ops import leaving_nothing_behind
 from fsdp_passes.mesh import REDUCE_GROUP_SUFFIX
@@ -77,6 +78,7 @@ def overlap_fsdp(
     Raises:
         UnknownOptionError, OptionValueError: before anything is compiled.
         MutatedParameterError: the code writes into a sharded parameter.
+        ReturnedParameterError: the code returns a sharded parameter itself.
         ScheduleError: the schedule breaks an invariant (with `verify=True`).
     """
     settings = OverlapOptions.from_dict(options)
@@ -85,6 +87,10 @@ def overlap_fsdp(
         param = fsdp_parameter_of(example)
         if param is not None:
             param.sync_requires_grad()
+    for tensor in inputs_that_are_returned():
+        param = fsdp_parameter_of(tensor)
+        if param is not None and tensor.untyped_storage().size() == 0:
+            raise ReturnedParameterError(param.qualified_name)
     original, gm = gm, copy_dynamo_graph(gm)
     uses = find_parameter_uses(gm, example_inputs)
     if not uses:

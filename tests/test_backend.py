@@ -108,19 +108,37 @@ def test_a_function_without_parameters_needs_no_warning() -> None:
     assert torch.equal(found, torch.full((2,), 2.0))
 
 
-@pytest.mark.xfail(
-    run=False, reason="compiled code that returns a parameter hands out its empty placeholder; reading it crashes"
-)
-def test_a_weight_that_the_compiled_function_returns_has_its_values() -> None:
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "only returned"])
+@pytest.mark.parametrize("is_copied", [True, False], ids=["copied", "itself"])
+def test_a_weight_that_the_compiled_function_returns(is_read: bool, is_copied: bool) -> None:
+    """Itself it would be an empty tensor, and reading that a segmentation fault; a copy has the values."""
     layer = nn.Linear(8, 8)
     whole = layer.weight.detach().clone()
     fully_shard(layer)
-    compiled = torch.compile(lambda x: (layer(x), layer.weight), backend=overlap_fsdp, options={"inner": "aot_eager"})
-    _, weight = compiled(torch.ones(2, 8))
-    found = weight.full_tensor() if isinstance(weight, DTensor) else weight
-    num_bytes = found.untyped_storage().size()
-    assert num_bytes >= whole.numel() * 4  # before anything reads it: that would be a segmentation fault
-    assert torch.equal(found, whole)
+
+    def function(x: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+        weight = layer.weight.clone() if is_copied else layer.weight
+        return {"found": [layer(x) if is_read else x * 2, weight]}
+
+    compiled = torch.compile(function, backend=overlap_fsdp, options={"inner": "aot_eager"})
+    if is_copied:
+        assert torch.equal(compiled(torch.ones(2, 8))["found"][1], whole)
+        return
+    with pytest.raises(BackendCompilerFailed) as raised:
+        compiled(torch.ones(2, 8))
+    assert isinstance(raised.value.inner_exception, ReturnedParameterError)
+    assert str(raised.value.inner_exception).startswith("weight: expected the compiled function to return")
+
+
+def test_a_weight_that_a_compiled_module_returns_has_its_values() -> None:
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return super().forward(x), self.weight
+
+    layer = Layer(8, 8)
+    whole = layer.weight.detach().clone()
+    compiled = torch.compile(fully_shard(layer), backend=overlap_fsdp, options={"inner": "aot_eager"})
+    assert torch.equal(compiled(torch.ones(2, 8))[1], whole)
 
 
 def test_a_second_process_group_after_the_first_was_destroyed() -> None:
