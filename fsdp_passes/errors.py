@@ -368,6 +368,10 @@ class CudaGraphsWarning(UserWarning):
     """CUDA graphs were asked for; the code of a sharded model is compiled without them."""
 
 
+class OneQueueWarning(UserWarning):
+    """The GPU has one hardware queue: collectives hide behind compute only by chance."""
+
+
 class NothingShardedWarning(UserWarning):
     """A model without sharded parameters was compiled with `overlap_fsdp`."""
 

@@ -34,6 +34,7 @@ from fsdp_passes.sharding_plan import (
     parameters_below,
     plan_units,
 )
+from fsdp_passes.streams import warn_of_one_queue
 from fsdp_passes.unit import FsdpUnit, unit_of
 from fsdp_passes.watchdog import watch_of
 
@@ -82,6 +83,7 @@ def fully_shard(
     """
     check_arguments(offload_policy, dp_mesh_dims)
     mesh = check_mesh(mesh)
+    warn_of_one_queue(mesh.device_type)
     reshard, kept_world_size = check_reshard(reshard_after_forward, mesh)
     mp_policy = mp_policy or MixedPrecisionPolicy()
     ignored = set(ignored_params or ())

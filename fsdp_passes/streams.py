@@ -4,9 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
+import os
+import warnings
 from typing import Any
 
 import torch
+
+from fsdp_passes.errors import OneQueueWarning
+
+
+@functools.cache  # once in a process
+def warn_of_one_queue(device_type: str) -> None:
+    """CUDA_DEVICE_MAX_CONNECTIONS=1 takes the overlap away, and nothing else tells: losses are right, steps slow."""
+    if device_type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1":
+        warnings.warn(
+            "CUDA_DEVICE_MAX_CONNECTIONS: expected it to be unset, or 2 or more, found 1. All streams of a GPU share "
+            "one hardware queue then: a collective that was launched behind a kernel starts behind it, whatever stream "
+            "it is on, and compute does not hide it. Unset it before the process starts; scripts for tensor "
+            "parallelism often set it.",
+            OneQueueWarning,
+            stacklevel=3,
+        )
 
 
 class Purpose(enum.Enum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import warnings
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fsdp_passes.__main__ import main
 from fsdp_passes.inspect.trace import trace_report
 from fsdp_passes.options import RESERVED_INDUCTOR_OPTIONS, OverlapOptions
 from fsdp_passes.pipeline import PASS_NAMES
+from fsdp_passes.streams import warn_of_one_queue
 from fsdp_passes.unit import unit_of
 from tests.graphs import eight_fake_ranks as eight_fake_ranks
 from tests.graphs import one_rank as one_rank
@@ -82,6 +84,30 @@ class TestPatterns:
 
 
 # ---- around a run ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("eight_fake_ranks")
+def test_one_hardware_queue_is_warned_of_once_and_only_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU there is no mesh of GPUs: what `fully_shard` calls is called by hand as it would be."""
+    kinds: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr("fsdp_passes.sharding.warn_of_one_queue", kinds.append)
+        fully_shard(nn.Linear(8, 8))
+    assert kinds == ["cpu"]
+
+    def texts(setting: str, *device_types: str) -> list[str]:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", setting)
+        warn_of_one_queue.cache_clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for device_type in device_types:
+                warn_of_one_queue(device_type)
+        warn_of_one_queue.cache_clear()
+        return [str(one.message) for one in caught if one.category is errors.OneQueueWarning]
+
+    (text,) = texts("1", "cpu", "cuda", "cuda")
+    assert text.startswith("CUDA_DEVICE_MAX_CONNECTIONS: expected it to be unset, or 2 or more, found 1.")
+    assert texts("8", "cuda") == texts("1", "cpu") == []
 
 
 def test_a_process_group_that_is_gone() -> None:
