@@ -263,11 +263,12 @@ def backend_that_traces() -> Any:
 
 
 def inputs_that_are_returned() -> list[torch.Tensor]:
-    """The tensors that the function which Dynamo is tracing now returns as it got them, in whatever it returns.
+    """The graph's inputs that the function which Dynamo is tracing now returns as they are, in whatever it returns.
 
-    They do not come out of the graph: the code behind it takes the objects from where they were read.
+    They do not come out of the graph: the code behind it takes the objects from where they were read. Nothing is known
+    of those that the graph does not read.
     """
-    translator = getattr(symbolic_convert_state, "current_tx", None)
+    translator: Any = getattr(symbolic_convert_state, "current_tx", None)
     reason = None if translator is None else translator.output.compile_subgraph_reason
     if reason is None or reason.graph_break or reason.reason != "return_value":
         return []
@@ -275,8 +276,9 @@ def inputs_that_are_returned() -> list[torch.Tensor]:
 
     def look(variable: VariableTracker) -> None:
         node = variable.as_proxy().node if isinstance(variable, TensorVariable) else None
-        if node is not None and node.op == "placeholder" and isinstance(node.meta["grapharg"].example, torch.Tensor):
-            found.append(node.meta["grapharg"].example)
+        argument = None if node is None else node.meta.get("grapharg")
+        if argument is not None and isinstance(argument.example, torch.Tensor):
+            found.append(argument.example)
 
     VariableTracker.visit(look, translator.stack)
     return found
@@ -477,7 +479,7 @@ def compile_fx_and_inspect(
         run = getattr(output, "current_callable", None)
         if is_backward and run is not None:
             # In place: AOTAutograd's cache takes the output itself, and leaves out what it calls.
-            output.current_callable = lambda args: _run_inside(around_backward, run, args)  # type: ignore[union-attr]
+            output.current_callable = lambda args: _run_inside(around_backward, run, args)  # type: ignore[attr-defined]
         return output
 
     with around():

@@ -22,8 +22,8 @@ from fsdp_passes._torch_compat import (
     elementwise_recomputed,
     group_of,
     inductor_mode_options,
-    inputs_that_are_returned,
     inductor_schedulers_off,
+    inputs_that_are_returned,
     is_deterministic,
     min_cut_rematerialization_partition,
     wrap_boxed,
@@ -89,7 +89,8 @@ def overlap_fsdp(
             param.sync_requires_grad()
     for tensor in inputs_that_are_returned():
         param = fsdp_parameter_of(tensor)
-        if param is not None and tensor.untyped_storage().size() == 0:
+        # In a forward, the hook behind it puts values in the place of what it returns.
+        if param is not None and not param.unit.context.is_in_any_forward():
             raise ReturnedParameterError(param.qualified_name)
     original, gm = gm, copy_dynamo_graph(gm)
     uses = find_parameter_uses(gm, example_inputs)

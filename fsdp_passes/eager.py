@@ -229,8 +229,7 @@ def gather_for_eager_read(unit: FsdpUnit) -> None:
         unit.may_run_eagerly = False
         _gather_for_forward(unit)
         return
-    context = unit.context
-    if context.is_in_forward() or any(u.is_in_compiled_forward or u.may_run_eagerly for u in context.units):
+    if unit.context.is_in_any_forward():
         _gather_on_demand(unit)
 
 

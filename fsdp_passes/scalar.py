@@ -79,9 +79,7 @@ class FsdpScalar:
     def eager_face(self) -> torch.Tensor:
         """What eager code reads: inside a forward or its recomputation the placeholder, elsewhere the DTensor."""
         self.shard()
-        context = self.unit.context
-        is_read = any(unit.is_in_compiled_forward or unit.may_run_eagerly for unit in context.units)
-        if not (is_read or context.is_in_forward() or is_in_backward()):
+        if not (self.unit.context.is_in_any_forward() or is_in_backward()):
             return self.adopted_param
         if self.placeholder.requires_grad != self.adopted_param.requires_grad:
             self.placeholder.requires_grad_(self.adopted_param.requires_grad)

@@ -34,6 +34,7 @@ EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
     errors.OptionValueError: ("prefetch", 0, "an integer of at least 1"),
     errors.TraceFileError: ("rank0.json", "an empty file", "Record it again."),
     errors.MutatedParameterError: ("layers.0.weight",),
+    errors.ReturnedParameterError: ("head.weight",),
     errors.ScheduleError: ("forward graph of units root", ["all_gather 0 (unit 0): is started but never awaited", "b"]),
     errors.ScheduleDisagreementError: ("forward graph on group '0': ranks differ", (1,)),
     errors.CollectiveError: (
@@ -58,7 +59,13 @@ def test_every_class_has_an_example_here_and_every_error_is_an_fsdp_error() -> N
     }
     warnings = {value for value in classes if issubclass(value, Warning)}
     names = {value.__name__ for value in warnings}
-    assert names == {"CudaGraphsWarning", "ForeignBackendWarning", "NothingShardedWarning", "ScheduleWarning"}
+    assert names == {
+        "CudaGraphsWarning",
+        "ForeignBackendWarning",
+        "NothingShardedWarning",
+        "OneQueueWarning",
+        "ScheduleWarning",
+    }
     assert classes - warnings - {FsdpError} == EXAMPLES.keys()
     assert all(issubclass(value, FsdpError) for value in EXAMPLES)
 
@@ -144,6 +151,10 @@ rank0.json: expected a Chrome trace of torch.profiler, found an empty file. Reco
 layers.0.weight: expected compiled code only to read this parameter, found that it is modified in place. The change
         would be lost when the gathered weight is released. Modify parameters outside the compiled function, as an
         optimizer does.
+[ReturnedParameterError]
+head.weight: expected the compiled function to return what it computes, found that it returns this parameter itself,
+        whose gathered values are gone by then. Return parameter.clone() instead, or read the parameter outside of
+        the compiled function, which gives the sharded DTensor.
 [ScheduleError]
 forward graph of units root: expected a schedule that keeps every invariant, found 2 violation(s):
   - all_gather 0 (unit 0): is started but never awaited
