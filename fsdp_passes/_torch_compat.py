@@ -518,13 +518,18 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Backends know no complex numbers: the same memory as pairs of real ones."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def all_gather_coalesced(
     outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> Any:
     """Gather each input into its output with one grouped collective; returns the work to wait for."""
     with _coalescing_manager(group=group, async_ops=True) as work:
         for output, value in zip(outputs, inputs, strict=True):
-            _all_gather(output, value, group=group, async_op=True)
+            _all_gather(_as_real(output), _as_real(value), group=group, async_op=True)
     return work
 
 
@@ -535,7 +540,7 @@ def reduce_scatter_coalesced(
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     with _coalescing_manager(group=group, async_ops=True) as work:
         for output, value in zip(outputs, inputs, strict=True):
-            _reduce_scatter(output, value, op=op, group=group, async_op=True)
+            _reduce_scatter(_as_real(output), _as_real(value), op=op, group=group, async_op=True)
     return work
 
 
@@ -544,7 +549,7 @@ def all_reduce_coalesced(tensors: Sequence[torch.Tensor], group: dist.ProcessGro
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     with _coalescing_manager(group=group, async_ops=True) as work:
         for tensor in tensors:
-            dist.all_reduce(tensor, op=op, group=group, async_op=True)
+            dist.all_reduce(_as_real(tensor), op=op, group=group, async_op=True)
     return work
 
 

@@ -66,6 +66,17 @@ class ForeignDTensorError(FsdpError, ValueError):
         )
 
 
+class ReplacedParameterError(FsdpError, ValueError):
+    """Something that is no shard was put in a sharded parameter's place."""
+
+    def __init__(self, parameter: str, shape: object, found: str) -> None:
+        super().__init__(
+            f"{parameter}: expected the DTensor of shape {shape} that fully_shard made, or one like it in its place, "
+            f"found {found}. Replace parameters before fully_shard, or copy values into them. Whole tensors are loaded "
+            "with set_model_state_dict(..., options=StateDictOptions(full_state_dict=True))."
+        )
+
+
 class MeshError(FsdpError, ValueError):
     """The mesh has a shape that is not supported."""
 
@@ -171,6 +182,17 @@ class IntegerParameterError(FsdpError, ValueError):
         super().__init__(
             f"{parameter}: expected a floating-point dtype because the parameter requires a gradient, found {dtype}. "
             "Freeze it with requires_grad_(False), or store it as a buffer."
+        )
+
+
+class ComplexParameterError(FsdpError, NotImplementedError):
+    """Compiled code reads a parameter of complex numbers."""
+
+    def __init__(self, parameter: str, dtype: object) -> None:
+        super().__init__(
+            f"{parameter}: expected parameters of real numbers in compiled code, found {dtype}, which collectives in "
+            "graphs do not take. Train without torch.compile, or keep the parameter as pairs of real numbers and read "
+            "it through torch.view_as_complex."
         )
 
 

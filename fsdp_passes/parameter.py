@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from fsdp_passes._torch_compat import local_tensor, replace_local_tensor, without_version_bump
-from fsdp_passes.errors import OffloadedDeviceError
+from fsdp_passes.errors import OffloadedDeviceError, ReplacedParameterError
 from fsdp_passes.layout import TensorParallel, part_of, scattered_from_whole, sharded_dtensor, whole_from_gathered
 from fsdp_passes.mesh import num_replicas, num_shards, replica_group, shard_group, shard_index
 from fsdp_passes.offload import Home
@@ -28,6 +29,16 @@ class GradientSink(enum.Enum):
     SHARD = "reduced, to the sharded parameter"
     WHOLE = "as it is, to a tensor of the whole shape"
     PARTIAL = "reduced over the shards and not over the replicas, to a tensor that adds up such gradients"
+
+
+def check_replacement(param: torch.Tensor, ours: torch.Tensor, name: str) -> None:
+    """Raise `ReplacedParameterError` unless `param` may take the place of our DTensor."""
+    if not isinstance(param, DTensor):
+        raise ReplacedParameterError(name, tuple(ours.shape), f"a whole tensor of shape {tuple(param.shape)}")
+    assert isinstance(ours, DTensor)
+    if param.shape != ours.shape or param.placements != ours.placements:
+        found = f"one of shape {tuple(param.shape)} as {param.placements}"
+        raise ReplacedParameterError(name, tuple(ours.shape), found)
 
 
 class FsdpParameter:
@@ -161,8 +172,9 @@ class FsdpParameter:
         """The DTensor that the module holds now; afterwards its rows are those of `padded_local`."""
         module, name = self.references[0]
         param = module._parameters[name]
-        if param is not self.adopted_param or local_tensor(param) is not self._adopted_local:  # type: ignore[arg-type]
-            assert param is not None
+        assert param is not None
+        if param is not self.adopted_param or local_tensor(param) is not self._adopted_local:
+            check_replacement(param, self.adopted_param, self.qualified_name)
             self._adopt(param)
         return param
 

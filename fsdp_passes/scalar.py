@@ -16,6 +16,7 @@ from fsdp_passes._torch_compat import is_in_backward, local_tensor
 from fsdp_passes.division import gradient_division
 from fsdp_passes.gradients import accumulate_gradient
 from fsdp_passes.mesh import num_replicas, placements_on
+from fsdp_passes.parameter import check_replacement
 
 if TYPE_CHECKING:
     from fsdp_passes.unit import FsdpUnit
@@ -66,6 +67,7 @@ class FsdpScalar:
         param = module._parameters[name]
         assert param is not None
         if param is not self.adopted_param or local_tensor(param) is not self._adopted_local:
+            check_replacement(param, self.adopted_param, self.name)
             self.adopted_param = param
             self._bind()
             for module, name in self.references:

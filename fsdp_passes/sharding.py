@@ -17,7 +17,7 @@ from fsdp_passes._torch_compat import never_compile_alone
 from fsdp_passes.context import FsdpContext
 from fsdp_passes.debug import check_eager_read
 from fsdp_passes.eager import gather_for_eager_read, install_hooks
-from fsdp_passes.errors import PickledModuleError
+from fsdp_passes.errors import PickledModuleError, ReplacedParameterError
 from fsdp_passes.foreign import WHY_FOREIGN_GRAPHS_BREAK, is_traced_by_foreign_backend
 from fsdp_passes.fsdp_module import FsdpModule
 from fsdp_passes.mesh import shard_subgroup
@@ -199,8 +199,13 @@ def _sharded_class(original: type[nn.Module], names: tuple[str, ...], is_unit: b
         return module
 
     def _load_from_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        before = dict(module._parameters)
         original._load_from_state_dict(module, *args, **kwargs)
-        _adopt_replaced(module)
+        try:
+            _adopt_replaced(module)
+        except ReplacedParameterError:  # by `load_state_dict(assign=True)`
+            module._parameters.update(before)
+            raise
 
     def __deepcopy__(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         if hasattr(original, "__deepcopy__"):

@@ -159,6 +159,9 @@ def plan_units(
                 continue
             full_path = f"{target_path}.{path}" if target_path else path
             _check_parameter(param, full_path, mesh)
+            if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse:
+                found = "an embedding with sparse=True, whose gradient has only some rows"
+                raise UnsupportedParameterError(full_path, found, "Set sparse=False, or pass it in ignored_params.")
             index[param] = len(plan)
             dim = 0 if placement_fn is None else _shard_dim(param, full_path, mesh, placement_fn)
             plan.append(Planned(param, [(owner, name)], path, dim))

@@ -34,6 +34,8 @@ EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
     errors.OptionValueError: ("prefetch", 0, "an integer of at least 1"),
     errors.TraceFileError: ("rank0.json", "an empty file", "Record it again."),
     errors.MutatedParameterError: ("layers.0.weight",),
+    errors.ReplacedParameterError: ("head.weight", (8, 4), "a whole tensor of shape (8, 4)"),
+    errors.ComplexParameterError: ("filter.weight", "torch.complex64"),
     errors.ReturnedParameterError: ("head.weight",),
     errors.ScheduleError: ("forward graph of units root", ["all_gather 0 (unit 0): is started but never awaited", "b"]),
     errors.ScheduleDisagreementError: ("forward graph on group '0': ranks differ", (1,)),
@@ -151,6 +153,14 @@ rank0.json: expected a Chrome trace of torch.profiler, found an empty file. Reco
 layers.0.weight: expected compiled code only to read this parameter, found that it is modified in place. The change
         would be lost when the gathered weight is released. Modify parameters outside the compiled function, as an
         optimizer does.
+[ReplacedParameterError]
+head.weight: expected the DTensor of shape (8, 4) that fully_shard made, or one like it in its place, found a whole
+        tensor of shape (8, 4). Replace parameters before fully_shard, or copy values into them. Whole tensors are
+        loaded with set_model_state_dict(..., options=StateDictOptions(full_state_dict=True)).
+[ComplexParameterError]
+filter.weight: expected parameters of real numbers in compiled code, found torch.complex64, which collectives in
+        graphs do not take. Train without torch.compile, or keep the parameter as pairs of real numbers and read it
+        through torch.view_as_complex.
 [ReturnedParameterError]
 head.weight: expected the compiled function to return what it computes, found that it returns this parameter itself,
         whose gathered values are gone by then. Return parameter.clone() instead, or read the parameter outside of

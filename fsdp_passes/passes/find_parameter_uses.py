@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from fsdp_passes.errors import MutatedParameterError
+from fsdp_passes.errors import ComplexParameterError, MutatedParameterError
 from fsdp_passes.parameter import FsdpParameter, fsdp_parameter_of
 from fsdp_passes.passes._uses import ParameterUse
 from fsdp_passes.unit import FsdpUnit
@@ -17,7 +17,8 @@ def find_parameter_uses(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> li
     """Match graph inputs with parameters, by object identity and never by name.
 
     Returns the uses in order of the inputs. Unused inputs are left out. Raises `MutatedParameterError` when the traced
-    code writes into a parameter: Dynamo's fake tensors count writes, those through views too.
+    code writes into a parameter: Dynamo's fake tensors count writes, those through views too. Raises
+    `ComplexParameterError` for parameters of complex numbers.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     found: list[tuple[fx.Node, int, FsdpParameter]] = []
@@ -25,6 +26,8 @@ def find_parameter_uses(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> li
         param = fsdp_parameter_of(example)
         if param is None or not node.users:
             continue
+        if param.param_dtype.is_complex:
+            raise ComplexParameterError(param.qualified_name, param.param_dtype)
         traced = node.meta.get("example_value")
         if traced is not None and traced._version > 0:
             raise MutatedParameterError(param.qualified_name)

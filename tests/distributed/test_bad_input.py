@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp_passes import errors, fully_shard, overlap_fsdp
-from tests.distributed.checks import compiled, float_batches
+from tests.distributed.checks import WAYS, call_of, compiled, float_batches
 from tests.graphs import eight_fake_ranks as eight_fake_ranks
 from tests.ranks import RankPool
 from tests.training import assert_same, build, my_share, train
@@ -301,3 +301,72 @@ def wrong_option() -> None:
 
 def test_after_a_wrong_option_the_model_compiles_and_trains(two_ranks: RankPool) -> None:
     two_ranks.run(f"{HERE}:wrong_option")
+
+
+# ---- later -----------------------------------------------------------------------------------------------------------
+
+
+def replaced_parameter(way: str) -> None:
+    """Loading whole tensors is refused and undone; a whole tensor that was set is named until ours is back."""
+    model, reference = build(Model)
+    fully_shard(model, units=["layers.*"])
+    call, batches = call_of(model, way), float_batches(4, 4, 8)
+    train(model, batches[:2], sharded=True, call=call)
+    train(reference, batches[:2], sharded=False)
+
+    whole_state = {name: value * 2 for name, value in reference.state_dict().items()}
+    with pytest.raises(errors.ReplacedParameterError, match=r"^layers\.0\.weight: .* a whole tensor of shape \(8, 8\)"):
+        model.load_state_dict(whole_state, assign=True)
+    ours = model.head.weight
+    model.head.weight = nn.Parameter(torch.ones(3, 8))
+    with pytest.raises(errors.ReplacedParameterError, match=r"^head\.weight: expected the DTensor of shape \(3, 8\)"):
+        call(*my_share(batches[2]))
+    model.head.weight = ours
+
+    found = train(model, batches[2:], sharded=True, call=call)
+    assert_same(found, train(reference, batches[2:], sharded=False))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whole_tensors_in_the_place_of_shards(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:replaced_parameter", way=way)
+
+
+class Complex(nn.Module):
+    """Five rows, so that one rank's are padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(5, 8, dtype=torch.complex64) / 4)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x.to(torch.complex64) @ self.filter.t()).abs()).square().mean()
+
+
+def complex_parameter() -> None:
+    model, reference = build(Complex)
+    fully_shard(model)
+    batches = float_batches(3, 4, 8)
+    with pytest.raises(BackendCompilerFailed) as raised:
+        compiled(model)(*my_share(batches[0]))
+    assert str(raised.value.inner_exception).startswith("filter: expected parameters of real numbers in compiled code")
+
+    def sgd(params: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1)
+
+    found = train(model, batches, sharded=True, clip=None, optimizer=sgd)
+    assert_same(found, train(reference, batches, sharded=False, clip=None, optimizer=sgd))
+
+
+def test_complex_parameters_train_uncompiled_and_compiled_code_refuses_them(two_ranks: RankPool) -> None:
+    """Collectives of pairs of real numbers: handed to gloo as they are, complex ones crashed."""
+    two_ranks.run(f"{HERE}:complex_parameter")
+
+
+@pytest.mark.usefixtures("eight_fake_ranks")
+def test_an_embedding_with_sparse_gradients() -> None:
+    model = nn.Sequential(nn.Embedding(16, 4, sparse=True), nn.Linear(4, 4))
+    with refused(model, errors.UnsupportedParameterError, "0.weight", "sparse=True", "ignored_params"):
+        fully_shard(model)
+    fully_shard(model, ignored_params={model[0].weight})
