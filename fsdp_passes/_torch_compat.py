@@ -76,6 +76,7 @@ __all__ = [
     "inductor_schedulers_off",
     "init_fake_process_group",
     "inputs_that_are_returned",
+    "inside_transforms",
     "is_backward_graph",
     "is_deterministic",
     "is_in_backward",
@@ -88,6 +89,7 @@ __all__ = [
     "mark_dynamic",
     "min_cut_rematerialization_partition",
     "never_compile_alone",
+    "outside_transforms",
     "reduce_scatter_coalesced",
     "refresh_ancestors",
     "register_group_alias",
@@ -179,6 +181,22 @@ def storage_address(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:  # no storage, or one that nobody may look at
         return 0
+
+
+def inside_transforms(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """`tensor`, and where it is one of a transform of `torch.func`, what that wraps, from the outside in: each level
+    has an autograd graph of its own."""
+    found = [tensor]
+    while torch._C._functorch.is_functorch_wrapped_tensor(found[-1]):
+        found.append(torch._C._functorch.get_unwrapped(found[-1]))
+    return found
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Inside, the transforms of `torch.func` that are running see nothing of what is computed."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    return torch._C._DisableFuncTorch()  # type: ignore[no-any-return]
 
 
 def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

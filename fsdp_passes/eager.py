@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_passes._torch_compat import (
+    inside_transforms,
     is_in_backward,
     is_in_compiled_region,
     is_tracing_higher_order_op,
@@ -196,7 +197,8 @@ def _end_forward(unit: FsdpUnit, output: Any) -> None:
     pop_region()
     context.enter(unit, Phase.RESTING)
     leaves = tree_leaves(output)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    levels = [level for leaf in leaves if isinstance(leaf, torch.Tensor) for level in inside_transforms(leaf)]
+    tensors = [level for level in levels if level.requires_grad]
     if tensors:
         hook = functools.partial(pre_backward, unit)
         torch.autograd.graph.register_multi_grad_hook(tensors, lambda grad: hook(), mode="any")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdp_passes._torch_compat import all_gather_coalesced, is_in_backward
+from fsdp_passes._torch_compat import all_gather_coalesced, is_in_backward, outside_transforms
 from fsdp_passes.context import DelayedRelease, FsdpContext
 from fsdp_passes.debug import debug_flags, poison
 from fsdp_passes.errors import CollectiveError
@@ -47,7 +47,7 @@ def start_gather(unit: FsdpUnit) -> None:
     assert group is not None
     gathers: list[Gather] = []
     try:
-        with context.on_communication_stream(device):
+        with context.on_communication_stream(device), outside_transforms():
             with starting(unit, ALL_GATHER_REGION):
                 for params in _by_dtype(unit.params):
                     kept = [param.kept_part if is_kept else None for param in params]
@@ -99,7 +99,8 @@ def _complete(gathers: list[Gather]) -> None:
 def finish_gather(unit: FsdpUnit) -> None:
     """Wait for the unit's all-gather if one is on its way."""
     if unit.pending_gather is not None:
-        unit.pending_gather()
+        with outside_transforms():
+            unit.pending_gather()
         unit.pending_gather = None
 
 

@@ -331,3 +331,20 @@ def test_a_fake_process_group_of_any_size() -> None:
     compat.init_fake_process_group(1000)
     assert dist.get_world_size() == 1000
     dist.destroy_process_group()
+
+
+def test_transforms_of_torch_func_are_seen_through_and_left() -> None:
+    seen: list[list[torch.Tensor]] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(compat.inside_transforms(x))
+        with compat.outside_transforms():
+            assert len(compat.inside_transforms(torch.ones(2).clone())) == 1
+        return x.sum()
+
+    torch.func.grad(lambda x: torch.func.vmap(function)(x).sum())(torch.ones(3, 2))
+    (levels,) = seen
+    assert [tuple(level.shape) for level in levels] == [(2,), (3, 2), (3, 2)]
+    plain = torch.ones(2)
+    assert compat.inside_transforms(plain)[0] is plain
+    assert len(compat.inside_transforms(plain)) == 1

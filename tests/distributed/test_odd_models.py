@@ -368,3 +368,32 @@ def buffers(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_buffers_stay_whole_and_are_updated(two_ranks: RankPool, way: str) -> None:
     two_ranks.run(f"{HERE}:buffers", way=way)
+
+
+# ---- transforms of torch.func ----------------------------------------------------------------------------------------
+
+
+def transforms(way: str) -> None:
+    """The gathers run outside of the transforms, and the backward is announced on each of their levels."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
+
+    model, reference = build(make)
+    fully_shard(model, units=["0", "2"])
+    call = call_of(model, way)
+
+    def mapped(module: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: torch.func.vmap(module)(x.unsqueeze(1)).square().mean()
+
+    batches = float_batches(3, 8, DIM)
+    found = train(model, batches, sharded=True, call=mapped(call))
+    assert_same(found, train(reference, batches, sharded=False, call=mapped(reference)))
+    for jacobian in (torch.func.jacrev, torch.func.jacfwd):
+        row = batches[0][0][0]
+        torch.testing.assert_close(jacobian(call)(row), jacobian(reference)(row), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_transforms_of_a_sharded_model_equal_those_of_the_whole_one(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:transforms", way=way)
