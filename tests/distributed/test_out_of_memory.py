@@ -1,4 +1,4 @@
-"""No memory for what an all-gather makes: on one rank, which the others then miss, and on all of them together."""
+"""No memory for what a collective makes: on one rank, which the others then miss, and on all of them together."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from fsdp_passes import fully_shard, overlap_fsdp
@@ -27,18 +28,19 @@ _mode: Any = None  # what is switched on in the first layer's forward
 
 
 class NoMemory(TorchDispatchMode):
-    """Behind the next one, all-gathers find no memory."""
+    """Behind the next one, collectives of one kind ("all_gather", "reduce_scatter", "all_reduce") find no memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
+        self.kind = kind.replace("_", "")
         self.num_seen = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_collective = func.namespace in ("c10d", "fsdp_passes")
-        if is_collective and "allgather" in str(func).replace("_", ""):
+        is_collective = func.namespace in ("c10d", "_c10d_functional", "fsdp_passes")
+        if is_collective and self.kind in str(func).replace("_", ""):
             self.num_seen += 1
             if self.num_seen == 2:
-                raise torch.OutOfMemoryError("simulated: no memory for the gathered parameters")
+                raise torch.OutOfMemoryError("simulated: no memory for a collective")
         return func(*args, **(kwargs or {}))
 
 
@@ -69,22 +71,26 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def sharded(way: str, timeout_s: float) -> tuple[nn.Module, Any, nn.Module]:
+def sharded(way: str, timeout_s: float, kind: str = "all_gather") -> tuple[nn.Module, Any, nn.Module]:
+    """With replicas where `kind` is the collective between these."""
     model, reference = build(Model)
-    fully_shard(model, units=["layers.*", "scales.*"])
+    shape = (2, 1) if kind == "all_reduce" else (2,)
+    fully_shard(model, mesh=init_device_mesh("cpu", shape), units=["layers.*", "scales.*"])
     model.set_collective_timeout(timeout_s)
     call = model if way == "fallback" else torch.compile(model, backend=overlap_fsdp, options={"inner": way})
     return model, call, reference
 
 
-def step(model: nn.Module, call: Any, index: int, short: str = "", *, is_sharded: bool = True) -> None:
-    """`short`: the phase in which there is no memory."""
+def step(
+    model: nn.Module, call: Any, index: int, short: str = "", *, kind: str = "all_gather", is_sharded: bool = True
+) -> None:
+    """`short`: the phase in which there is no memory for collectives of `kind`."""
     global _mode
     (x,) = float_batches(5, 4, DIM)[index]
-    _mode = NoMemory() if short == "forward" else None
+    _mode = NoMemory(kind) if short == "forward" else None
     try:
         loss = call(*my_share((x,)) if is_sharded else (x,))
-        with NoMemory() if short == "backward" else contextlib.nullcontext():
+        with NoMemory(kind) if short == "backward" else contextlib.nullcontext():
             loss.backward()
     finally:
         if _mode is not None and _get_current_dispatch_mode() is _mode:
@@ -96,12 +102,12 @@ def step(model: nn.Module, call: Any, index: int, short: str = "", *, is_sharded
     model.zero_grad()
 
 
-def all_run_short(way: str, where: str) -> tuple[str, str]:
+def all_run_short(way: str, where: str, kind: str = "all_gather") -> tuple[str, str]:
     """A step, one in which no rank has the memory and that is given up, and two more; the error."""
-    model, call, reference = sharded(way, 60.0)
+    model, call, reference = sharded(way, 60.0, kind)
     step(model, call, 0)
     pending = torch._C._distributed_c10d._get_work_registry_size()
-    error, _ = catch(Exception, lambda: step(model, call, 1, where))
+    error, _ = catch(Exception, lambda: step(model, call, 1, where, kind=kind))
     assert error is not None
     model.zero_grad()
     for index in (2, 3):
@@ -117,12 +123,17 @@ def all_run_short(way: str, where: str) -> tuple[str, str]:
     return type(error).__name__, " ".join(getattr(error, "__notes__", []))
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "backward"), ("all_reduce", "backward")],
+)
 @pytest.mark.parametrize("way", ["fallback", "aot_eager"])
-def test_ranks_that_run_short_together_may_catch_it_and_go_on(two_ranks: RankPool, way: str, where: str) -> None:
-    for kind, notes in two_ranks.run(f"{HERE}:all_run_short", way=way, where=where):
-        assert kind == "OutOfMemoryError", "it can be caught as what it is"
-        assert sys.version_info < (3, 11) or "expected to start its all_gather" in notes, notes
+def test_ranks_that_run_short_together_may_catch_it_and_go_on(
+    two_ranks: RankPool, way: str, where: str, kind: str
+) -> None:
+    for error, notes in two_ranks.run(f"{HERE}:all_run_short", way=way, where=where, kind=kind):
+        assert error == "OutOfMemoryError", "it can be caught as what it is"
+        assert sys.version_info < (3, 11) or f"expected to start its {kind}" in notes, notes
 
 
 def one_runs_short(way: str, where: str) -> dict[str, Any]:
