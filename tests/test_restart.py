@@ -92,7 +92,7 @@ def run_and_kill(folder: Path, commands: list[list[str]], environments: list[dic
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds a rank's process in /proc, which only Linux has")
 
 
-@pytest.mark.parametrize("way", ["--eager"])
+@pytest.mark.parametrize("way", ["--eager", "--compile"])
 def test_torchrun_replaces_a_killed_rank_and_the_losses_are_the_same(tmp_path: Path, way: str) -> None:
     command = torchrun("--standalone", "--nproc-per-node", "2")
     printed = run_and_kill(tmp_path, [[*command, *example(tmp_path), way]], [{}])
