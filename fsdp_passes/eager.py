@@ -196,6 +196,8 @@ def _end_forward(unit: FsdpUnit, output: Any) -> None:
         return
     pop_region()
     context.enter(unit, Phase.RESTING)
+    for param in unit.params:
+        param.check_unwritten()
     leaves = tree_leaves(output)
     levels = [level for leaf in leaves if isinstance(leaf, torch.Tensor) for level in inside_transforms(leaf)]
     tensors = [level for level in levels if level.requires_grad]

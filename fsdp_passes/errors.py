@@ -243,13 +243,13 @@ class TraceFileError(FsdpError, ValueError):
 
 
 class MutatedParameterError(FsdpError, RuntimeError):
-    """Compiled code writes into a sharded parameter, and the write would be lost with the gathered copy."""
+    """A forward writes into a sharded parameter, and the write would be lost with the gathered copy."""
 
     def __init__(self, parameter: str) -> None:
         super().__init__(
-            f"{parameter}: expected compiled code only to read this parameter, found that it is modified in place. The "
-            "change would be lost when the gathered weight is released. Modify parameters outside the compiled "
-            "function, as an optimizer does."
+            f"{parameter}: expected the forward only to read this parameter, found that it is modified in place (by an "
+            "embedding with max_norm, for instance). The change would be lost when the gathered weight is released. "
+            "Modify parameters outside of the forward, as an optimizer does."
         )
 
 

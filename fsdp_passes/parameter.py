@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_passes._torch_compat import local_tensor, replace_local_tensor, without_version_bump
-from fsdp_passes.errors import OffloadedDeviceError, ReplacedParameterError
+from fsdp_passes.errors import MutatedParameterError, OffloadedDeviceError, ReplacedParameterError
 from fsdp_passes.layout import TensorParallel, part_of, scattered_from_whole, sharded_dtensor, whole_from_gathered
 from fsdp_passes.mesh import num_replicas, num_shards, replica_group, shard_group, shard_index
 from fsdp_passes.offload import Home
@@ -130,6 +130,7 @@ class FsdpParameter:
             data.untyped_storage().resize_(0)
         placeholder = nn.Parameter(data, requires_grad=requires_grad)
         placeholder._fsdp_parameter = self  # type: ignore[attr-defined]
+        self._seen_version = placeholder._version
         return placeholder
 
     @property
@@ -354,6 +355,13 @@ class FsdpParameter:
             whole = whole_from_gathered(gathered, self.world_size, self.shard_dim)
             with torch.no_grad(), without_version_bump(self.placeholder):
                 self.placeholder.copy_(whole)
+
+    def check_unwritten(self) -> None:
+        """Raise `MutatedParameterError` if somebody wrote into the gathered values; gathers leave the counter alone."""
+        version = self.placeholder._version
+        if version != self._seen_version:
+            self._seen_version = version
+            raise MutatedParameterError(self.qualified_name)
 
     def keep_part(self) -> None:
         """Keep this rank's rows of the gathered values as one of the unit's `kept_world_size` ranks, for a gather over

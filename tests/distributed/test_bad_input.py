@@ -273,7 +273,7 @@ def mutated_parameter(write: Callable[[Tensor], None]) -> None:
         compiled(model)(torch.ones(2, 8))
     assert isinstance(raised.value.inner_exception, errors.MutatedParameterError)
     message = str(raised.value.inner_exception)
-    assert message.startswith("layers.1.weight: expected compiled code only to read")
+    assert message.startswith("layers.1.weight: expected the forward only to read")
     assert "as an optimizer does" in message
 
     torch._dynamo.reset()
@@ -286,6 +286,30 @@ def mutated_parameter(write: Callable[[Tensor], None]) -> None:
 @pytest.mark.parametrize("write", [scale, write_through_a_view])
 def test_compiled_code_that_writes_into_a_parameter(two_ranks: RankPool, write: Callable[[Tensor], None]) -> None:
     two_ranks.run(f"{HERE}:mutated_parameter", write=write)
+
+
+class Renormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8, max_norm=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x.argmax(1)).square().mean()
+
+
+def written_in_the_fallback() -> None:
+    """Behind the error, the same model trains once it only reads."""
+    model, reference = build(Renormed)
+    fully_shard(model, units=["table"])
+    batches = float_batches(2, 4, 8)
+    with pytest.raises(errors.MutatedParameterError, match=r"^table\.weight: expected the forward only to read"):
+        model(*my_share(batches[0]))
+    model.table.max_norm = reference.table.max_norm = None
+    assert_same(train(model, batches, sharded=True), train(reference, batches, sharded=False))
+
+
+def test_an_uncompiled_forward_that_writes_into_a_parameter(two_ranks: RankPool) -> None:
+    two_ranks.run(f"{HERE}:written_in_the_fallback")
 
 
 def wrong_option() -> None:
