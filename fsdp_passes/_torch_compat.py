@@ -276,8 +276,8 @@ def backend_of_region() -> Any:
 
 def backend_that_traces() -> Any:
     """What Dynamo is tracing for now, as it was given to it; None when it is not tracing."""
-    translator = InstructionTranslator.current_tx()
-    return _innermost_backend(translator.output.compiler_fn)
+    translator: Any = getattr(symbolic_convert_state, "current_tx", None)
+    return None if translator is None else _innermost_backend(translator.output.compiler_fn)
 
 
 def inputs_that_are_returned() -> list[torch.Tensor]:

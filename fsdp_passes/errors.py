@@ -386,6 +386,17 @@ class PickledModuleError(FsdpError, NotImplementedError):
         )
 
 
+class ExportedModuleError(FsdpError, NotImplementedError):
+    """A sharded module was to be exported."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "torch.export: expected a model that is not sharded, found one whose parameters are gathered while it "
+            "runs. Export a model that was built anew, with the values of get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True))."
+        )
+
+
 class CudaGraphsWarning(UserWarning):
     """CUDA graphs were asked for; the code of a sharded model is compiled without them."""
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from fsdp_passes._torch_compat import backend_of_region, backend_that_traces, never_compile_alone
-from fsdp_passes.errors import ForeignBackendWarning
+from fsdp_passes.errors import ExportedModuleError, ForeignBackendWarning
 
 WHY_FOREIGN_GRAPHS_BREAK = (
     "a sharded module's parameters are gathered and released by its hooks, since this backend does not do it in the "
@@ -47,8 +47,14 @@ def is_foreign(backend: Any) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_traced_by_foreign_backend() -> bool:
-    """Asked by traced code: which backend the graph is for. Dynamo keeps graphs of different backends apart."""
-    return is_foreign(backend_that_traces())
+    """Asked by traced code: which backend the graph is for. Dynamo keeps graphs of different backends apart.
+
+    Raises `ExportedModuleError` where something else than Dynamo traces.
+    """
+    backend = backend_that_traces()
+    if backend is None:
+        raise ExportedModuleError
+    return is_foreign(backend)
 
 
 @never_compile_alone

@@ -47,6 +47,7 @@ EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
     errors.UseBeforeWaitError: ("aten.mm", "all_gather", "layers.0", "  model.py:3"),
     errors.NotAUnitError: ("Linear",),
     errors.PickledModuleError: ("Linear",),
+    errors.ExportedModuleError: (),
     errors.HardwareError: ("hardware", "'h1000'", "one of a100, h100"),
     errors.ExplainError: ("Linear: expected a sharded model, found none.",),
     errors.CostValueError: ("length", 0, "a number of at least 1"),
@@ -194,6 +195,10 @@ Linear: expected a module that fully_shard was called on, found one that is no u
 Linear: expected state_dict() to be saved, found the sharded module itself. It holds process groups, which live in
         one run only. Save the state with torch.distributed.checkpoint and load it into a model that is built and
         sharded anew.
+[ExportedModuleError]
+torch.export: expected a model that is not sharded, found one whose parameters are gathered while it runs. Export a
+        model that was built anew, with the values of get_model_state_dict(model,
+        options=StateDictOptions(full_state_dict=True)).
 [HardwareError]
 hardware: expected one of a100, h100, found 'h1000'.
 [ExplainError]

@@ -394,3 +394,10 @@ def test_an_embedding_with_sparse_gradients() -> None:
     with refused(model, errors.UnsupportedParameterError, "0.weight", "sparse=True", "ignored_params"):
         fully_shard(model)
     fully_shard(model, ignored_params={model[0].weight})
+
+
+@pytest.mark.usefixtures("eight_fake_ranks")
+def test_an_exported_module() -> None:
+    model = fully_shard(Model())
+    with refused(model, errors.ExportedModuleError, "torch.export", "full_state_dict=True"):
+        torch.export.export(model, (torch.ones(2, 8),), strict=False)
