@@ -1,8 +1,9 @@
 """Inductor's generated Python, read as a schedule: the last level at which an order can be checked.
 
 What the scheduler was asked for and what is generated can differ: a release may add a reordering behind the last hook.
-Code from Inductor's graph cache is read too; code from AOTAutograd's cache was read when it was made, by the same
-sources (they are part of the key).
+Code from Inductor's graph cache is read too, but there is no schedule to compare its order with: that is done where it
+is made. Code from AOTAutograd's cache was read before it was stored, by the same sources and options (they are part of
+the key): a check that fails leaves no entry there.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_passes import fully_shard, overlap_fsdp
-from fsdp_passes.errors import CompileCacheError, ScheduleDisagreementError
+from fsdp_passes import fully_shard, overlap_fsdp, pipeline
+from fsdp_passes.errors import CompileCacheError, ScheduleDisagreementError, ScheduleError
+from fsdp_passes.generated_code import check_generated_code
 from tests.distributed.checks import float_batches
 from tests.faults import catch, run
 
@@ -105,6 +106,35 @@ def test_entries_that_are_half_written_are_made_anew(tmp_path: Path) -> None:
     assert damaged.error == ""
     assert damaged.result[0] == expected
     assert damaged.result[1] == {"aot": 0, "fx": 0}, "what is damaged is not used"
+
+
+def checks_of_code(cache: str, refuse: bool) -> tuple[str, list[str], dict[str, int]]:
+    """What stops training, whose code was checked, and how often the caches were of use. `refuse`: the backward's."""
+    use_cache(cache)
+    seen: list[str] = []
+
+    def check(source: str, *, scheduled: Any, where: str) -> None:
+        check_generated_code(source, scheduled=scheduled, where=where)
+        seen.append(where.split()[1])
+        if refuse and "backward" in where:
+            raise ScheduleError(where, ["refused by the test"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "check_generated_code", check)
+        error, _ = catch(Exception, train)
+    counters: Any = torch._dynamo.utils.counters
+    hits = {
+        "aot": counters["aot_autograd"]["autograd_cache_hit"],
+        "fx": counters["inductor"]["fxgraph_cache_hit"],
+    }
+    return "" if error is None else str(error), seen, hits
+
+
+def test_code_whose_check_failed_is_checked_again_and_never_comes_from_autograd_s_cache(tmp_path: Path) -> None:
+    (refused,) = run(f"{HERE}:checks_of_code", 1, cache=str(tmp_path), refuse=True)
+    assert "refused by the test" in refused.result[0], refused
+    (again,) = run(f"{HERE}:checks_of_code", 1, cache=str(tmp_path), refuse=False)
+    assert again.result == ("", ["forward", "backward"], {"aot": 0, "fx": 2}), again
 
 
 def what_stops_training(caches: list[str], wait_s: float) -> tuple[str, str]:

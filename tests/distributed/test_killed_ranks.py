@@ -151,8 +151,12 @@ def test_a_rank_that_ends_in_any_way_is_named_by_the_other() -> None:
         seen = survivor.result
         assert seen is not None, (way, where, survivor.error)
         assert seen["missing_ranks"] == (2 * pair + 1,), (way, where, seen)
-        # On a busy machine the store may not answer in time either, and the text says that too.
-        assert f"rank {2 * pair + 1}" in seen["text"], (way, where, seen)
+        texts = (
+            f"rank {2 * pair + 1} gives no sign of life; it has probably ended",
+            # On a busy machine the store may not answer in time either; in a pair, only one rank can be missing.
+            f"no answer from rank {2 * pair + 1}, nor from the store",
+        )
+        assert any(text in seen["text"] for text in texts), (way, where, seen)
         assert seen["unit"] in ("0", "1", "2", "3"), (way, where, seen)
         if where in ("optimizer", "compilation"):
             assert (seen["unit"], seen["collective"]) == ("0", "all_gather"), (way, where, seen)
