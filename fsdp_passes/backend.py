@@ -36,8 +36,8 @@ from fsdp_passes.debug import CheckedInterpreter, debug_flags
 from fsdp_passes.errors import (
     CompileCacheError,
     CudaGraphsWarning,
-    FsdpError,
     NothingShardedWarning,
+    ProcessGroupGoneError,
     ReturnedParameterError,
 )
 from fsdp_passes.foreign import gathers_parameters
@@ -232,13 +232,13 @@ def _compile_inner(
 
 @contextlib.contextmanager
 def _with_our_errors() -> Iterator[None]:
-    """An error of ours comes as itself. Where Inductor cannot write its files, one says where that was and what to
+    """A group that is gone when a backward is compiled comes as itself (Dynamo would pack it in a forward). Where Inductor cannot write its files, one says where that was and what to
     do."""
     try:
         yield
     except Exception as error:
         ours = without_packing(error)
-        if isinstance(ours, FsdpError) and ours is not error:
+        if isinstance(ours, ProcessGroupGoneError) and ours is not error:
             raise ours from None
         failure = compile_cache_failure(error)
         if failure is None:
