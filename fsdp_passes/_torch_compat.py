@@ -515,12 +515,18 @@ def _run_inside(
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def without_packing(error: Exception) -> Exception:
+    """What was raised while Inductor compiled: it packs what it meets into an error of its own."""
+    inner = getattr(error, "inner_exception", None)
+    return inner if isinstance(inner, Exception) else error
+
+
 def compile_cache_failure(error: Exception) -> tuple[str, OSError] | None:
     """The folder of Inductor's cache and what the system says, where `error` means that nothing can be written there.
 
     Generated code goes through that folder also where the caches themselves are switched off.
     """
-    cause = getattr(error, "inner_exception", error)  # Inductor packs what it meets into an error of its own
+    cause = without_packing(error)
     if not isinstance(cause, OSError) or cause.errno not in _NOT_WRITABLE:
         return None
     folder = os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())

@@ -26,13 +26,20 @@ from fsdp_passes._torch_compat import (
     inputs_that_are_returned,
     is_deterministic,
     min_cut_rematerialization_partition,
+    without_packing,
     wrap_boxed,
 )
 from fsdp_passes.agreement import has_peers
 from fsdp_passes.compiled_call import Compiled, CompiledCall
 from fsdp_passes.context import set_mesh_timeout
 from fsdp_passes.debug import CheckedInterpreter, debug_flags
-from fsdp_passes.errors import CompileCacheError, CudaGraphsWarning, NothingShardedWarning, ReturnedParameterError
+from fsdp_passes.errors import (
+    CompileCacheError,
+    CudaGraphsWarning,
+    NothingShardedWarning,
+    ProcessGroupGoneError,
+    ReturnedParameterError,
+)
 from fsdp_passes.foreign import gathers_parameters
 from fsdp_passes.gather_ops import leaving_nothing_behind
 from fsdp_passes.mesh import REDUCE_GROUP_SUFFIX
@@ -199,7 +206,7 @@ def _compile_inner(
         return _compile_aot(gm, inputs, lower, is_checked=settings.inner == "eager" or flags.eager)
     if lower is None:
         return compile_fx_and_inspect(
-            gm, inputs, inductor_options, lambda *_: None, _naming_cache_folder, contextlib.nullcontext
+            gm, inputs, inductor_options, lambda *_: None, _with_our_errors, contextlib.nullcontext
         )
     patches = {
         **inductor_schedulers_off(),
@@ -220,15 +227,19 @@ def _compile_inner(
             "reorder_for_compute_comm_overlap_passes": [pin_and_verify],
         }
     inspect = functools.partial(verify_generated_code, lower.record)
-    return compile_fx_and_inspect(gm, inputs, patches, inspect, _naming_cache_folder, leaving_nothing_behind)
+    return compile_fx_and_inspect(gm, inputs, patches, inspect, _with_our_errors, leaving_nothing_behind)
 
 
 @contextlib.contextmanager
-def _naming_cache_folder() -> Iterator[None]:
-    """Where Inductor cannot write its files, the error says where that was and what to do."""
+def _with_our_errors() -> Iterator[None]:
+    """A group that is gone when a backward is compiled comes as itself (Dynamo would pack it in a forward). Where Inductor cannot write its files, one says where that was and what to
+    do."""
     try:
         yield
     except Exception as error:
+        ours = without_packing(error)
+        if isinstance(ours, ProcessGroupGoneError) and ours is not error:
+            raise ours from None
         failure = compile_cache_failure(error)
         if failure is None:
             raise

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from fsdp_passes._torch_compat import (
@@ -28,6 +29,7 @@ from fsdp_passes._torch_compat import (
     trace_artifact,
 )
 from fsdp_passes.arguments import ReduceGrad, Unshard
+from fsdp_passes.errors import ProcessGroupGoneError
 from fsdp_passes.generated_code import check_generated_code
 from fsdp_passes.ops import REDUCE_GRAD, REDUCE_REPLICAS, UNSHARD
 from fsdp_passes.options import OverlapOptions
@@ -183,6 +185,8 @@ class LowerAndSchedule(CustomGraphPass):
         result = GraphRecord("backward" if backward else "forward")
         self.record.graphs.append(result)
         unit_names = self.record.unit_names
+        if backward and not dist.is_initialized():  # it is compiled when it first runs, which may be too late
+            raise ProcessGroupGoneError(unit_names[calls[0].unit])
 
         def show(name: str) -> None:
             if self.record.is_observed:

@@ -142,6 +142,20 @@ def test_a_process_group_that_is_gone_before_a_compiled_backward(units: list[str
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_process_group_that_is_gone_before_a_backward_is_compiled(inner: str) -> None:
+    options: dict[str, object] = {"inner": inner}
+    if inner == "inductor":
+        options["inductor"] = {"force_disable_caches": True}  # a graph out of the cache is not compiled
+    with process_group("gloo", dist.HashStore(), 1):
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), units=["*"])
+        loss = torch.compile(model, backend=overlap_fsdp, options=options)(torch.ones(2, 4)).sum()
+        dist.destroy_process_group()
+        with pytest.raises(errors.ProcessGroupGoneError, match=r"^unit '[02]': expected the process"):
+            loss.backward()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
 @pytest.mark.usefixtures("one_rank")
 class TestOneRank:
     def test_gradients_by_autograd_grad(self) -> None:
