@@ -106,6 +106,7 @@ __all__ = [
     "trace_artifact",
     "tree_leaves",
     "tree_map_only",
+    "without_packing",
     "without_version_bump",
     "wrap_boxed",
     "writes_gradient",

@@ -232,8 +232,8 @@ def _compile_inner(
 
 @contextlib.contextmanager
 def _with_our_errors() -> Iterator[None]:
-    """A group that is gone when a backward is compiled comes as itself (Dynamo would pack it in a forward). Where Inductor cannot write its files, one says where that was and what to
-    do."""
+    """Where Inductor cannot write its files, an error says where that was and what to do. That a group is gone, which
+    only a backward meets here, comes out as itself: nobody unpacks what a backward raises."""
     try:
         yield
     except Exception as error:
