@@ -106,6 +106,7 @@ __all__ = [
     "trace_artifact",
     "tree_leaves",
     "tree_map_only",
+    "where_autograd_goes_off",
     "without_packing",
     "without_version_bump",
     "wrap_boxed",
@@ -319,6 +320,28 @@ def is_tracing_higher_order_op() -> bool:
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
+
+
+def where_autograd_goes_off(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each node that runs without autograd behind a switch in a graph from Dynamo (`no_grad`, `inference_mode`):
+    the node that switched it off. Until that one it was on."""
+    switched_off: dict[fx.Node, fx.Node] = {}
+    before_inference: dict[Any, tuple[fx.Node | None, fx.Node | None]] = {}
+    no_grad: fx.Node | None = None
+    inference: fx.Node | None = None  # inside of it, enabling gradients changes nothing
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            no_grad = None if node.args[0] else no_grad or node
+        elif node.target is torch.autograd.grad_mode._enter_inference_mode:
+            before_inference[node] = no_grad, inference
+            inference = (inference or no_grad or node) if node.args[0] else None
+        elif node.target is torch.autograd.grad_mode._exit_inference_mode:
+            no_grad, inference = before_inference[node.args[0]]
+        else:
+            switch = inference or no_grad
+            if switch is not None:
+                switched_off[node] = switch
+    return switched_off
 
 
 def set_dynamo_source(node: fx.Node) -> None:

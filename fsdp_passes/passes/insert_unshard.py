@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_passes._torch_compat import set_dynamo_source
+from fsdp_passes._torch_compat import set_dynamo_source, where_autograd_goes_off
 from fsdp_passes.ops import UNSHARD
 from fsdp_passes.parameter import GradientSink
 from fsdp_passes.passes._uses import ParameterUse
 
 
 def insert_unshard(gm: fx.GraphModule, uses: Sequence[ParameterUse], *, reduce_group_suffix: str) -> list[int]:
-    """Insert one `fsdp_passes::unshard` per parameter, before its first use.
+    """Insert one `fsdp_passes::unshard` per parameter, before its first use, or before the `no_grad` that this is in.
 
     Before:  linear(x, weight)
     After:   unshard(weight_shard, label_0, ...) ; linear(x, unshard)
@@ -50,10 +50,12 @@ def insert_unshard(gm: fx.GraphModule, uses: Sequence[ParameterUse], *, reduce_g
             sinks[use] = last
 
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
+    switched_off = where_autograd_goes_off(gm.graph)
     for use in uses:
         param = use.param
         first = min(use.node.users, key=lambda user: order[user])
-        with gm.graph.inserting_before(first):
+        # Inside of `no_grad` the result would carry no gradient, and a later use outside may need one.
+        with gm.graph.inserting_before(switched_off.get(first, first)):
             gathered = gm.graph.call_function(
                 UNSHARD,
                 (

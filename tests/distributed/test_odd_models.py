@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -326,6 +327,43 @@ def returned_weight(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_weight_that_a_forward_returns_carries_its_gradient_back(two_ranks: RankPool, way: str) -> None:
     two_ranks.run(f"{HERE}:returned_weight", way=way)
+
+
+# ---- autograd switched off -------------------------------------------------------------------------------------------
+
+
+class Teacher(nn.Module):
+    """Reads weights for a target without gradients first, in one of several ways, and then trains them."""
+
+    def __init__(self, off: Callable[[], Any]) -> None:
+        super().__init__()
+        self.off = off
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.off():
+            with torch.no_grad():
+                target = torch.tanh(self.first(x))
+            with torch.enable_grad():
+                unused = self.second(target)
+        return (self.second(self.first(x)) - target.clone()).square().mean() + 0 * unused.sum().detach()
+
+
+def autograd_off(way: str, off: Callable[[], Any]) -> None:
+    model, reference = build(functools.partial(Teacher, off))
+    fully_shard(model, units=["first", "second"])
+    batches = float_batches(3, 8, DIM)
+    found = train(model, batches, sharded=True, call=call_of(model, way))
+    assert_same(found, train(reference, batches, sharded=False))
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_that_are_read_without_gradients_first_train(
+    two_ranks: RankPool, way: str, off: Callable[[], Any]
+) -> None:
+    """A graph gathers a weight once: that must not happen where autograd is switched off."""
+    two_ranks.run(f"{HERE}:autograd_off", way=way, off=off)
 
 
 # ---- buffers ---------------------------------------------------------------------------------------------------------
