@@ -19,7 +19,6 @@ from torch import fx
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import skip_code
-from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.symbolic_convert import tls as symbolic_convert_state
 from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.base import VariableTracker
@@ -276,9 +275,14 @@ def backend_of_region() -> Any:
     return _innermost_backend(get_eval_frame_callback() or None)
 
 
+def _translator() -> Any:
+    """What Dynamo is translating on this thread; None when it is not tracing."""
+    return getattr(symbolic_convert_state, "current_tx", None)
+
+
 def backend_that_traces() -> Any:
     """What Dynamo is tracing for now, as it was given to it; None when it is not tracing."""
-    translator: Any = getattr(symbolic_convert_state, "current_tx", None)
+    translator = _translator()
     return None if translator is None else _innermost_backend(translator.output.compiler_fn)
 
 
@@ -288,7 +292,7 @@ def inputs_that_are_returned() -> list[torch.Tensor]:
     They do not come out of the graph: the code behind it takes the objects from where they were read. Nothing is known
     of those that the graph does not read.
     """
-    translator: Any = getattr(symbolic_convert_state, "current_tx", None)
+    translator = _translator()
     reason = None if translator is None else translator.output.compile_subgraph_reason
     if reason is None or reason.graph_break or reason.reason != "return_value":
         return []
@@ -315,8 +319,7 @@ def _innermost_backend(callback: Any) -> Any:
 def is_tracing_higher_order_op() -> bool:
     """Whether Dynamo is inside the body of an operator that takes code, such as activation checkpointing. Such code
     must have no side effect, and no graph break can be in it."""
-    translator = InstructionTranslator.current_tx()
-    return not translator.output.is_root_tracer()
+    return not _translator().output.is_root_tracer()
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
@@ -502,13 +505,14 @@ def compile_fx_and_inspect(
     patches: dict[str, Any],
     inspect: Callable[[str, bool], None],
     around: Callable[[], contextlib.AbstractContextManager[None]],
-    around_backward: Callable[[], contextlib.AbstractContextManager[None]],
+    wrap_backward: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """`compile_fx`; `inspect(source, is_backward)` sees the code of each graph, from the graph cache too.
 
     `around` is entered whenever Inductor compiles: a backward is compiled later, when autograd first comes to it.
-    `around_backward` is entered whenever a compiled backward runs: autograd calls it, and nobody else of ours.
-    AOTAutograd's cache is the exception for both `inspect` and `around_backward`: what it returns calls nobody.
+    `wrap_backward` gets each compiled backward and returns what autograd calls in its place.
+    AOTAutograd's cache is the exception for both `inspect` and `wrap_backward`: what it returns is neither shown nor
+    wrapped.
     """
 
     def inner_compile(graph: fx.GraphModule, graph_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -519,21 +523,14 @@ def compile_fx_and_inspect(
         if source:
             inspect(source, is_backward)
         run = getattr(output, "current_callable", None)
-        if is_backward and run is not None:
+        if is_backward and wrap_backward is not None and run is not None:
             # In place: AOTAutograd's cache takes the output itself, and leaves out what it calls.
-            output.current_callable = lambda args: _run_inside(around_backward, run, args)  # type: ignore[attr-defined]
+            output.current_callable = wrap_backward(run)  # type: ignore[attr-defined]
         return output
 
     with around():
         compiled: Any = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
     return compiled
-
-
-def _run_inside(
-    around: Callable[[], contextlib.AbstractContextManager[None]], run: Callable[[Any], Any], args: Any
-) -> Any:
-    with around():
-        return run(args)
 
 
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -205,9 +205,7 @@ def _compile_inner(
     if settings.inner != "inductor" or flags.eager:
         return _compile_aot(gm, inputs, lower, is_checked=settings.inner == "eager" or flags.eager)
     if lower is None:
-        return compile_fx_and_inspect(
-            gm, inputs, inductor_options, lambda *_: None, _with_our_errors, contextlib.nullcontext
-        )
+        return compile_fx_and_inspect(gm, inputs, inductor_options, lambda *_: None, _with_our_errors)
     patches = {
         **inductor_schedulers_off(),
         **inductor_options,
@@ -227,7 +225,7 @@ def _compile_inner(
             "reorder_for_compute_comm_overlap_passes": [pin_and_verify],
         }
     inspect = functools.partial(verify_generated_code, lower.record)
-    return compile_fx_and_inspect(gm, inputs, patches, inspect, _with_our_errors, leaving_nothing_behind)
+    return compile_fx_and_inspect(gm, inputs, patches, inspect, _with_our_errors, leaving_nothing_behind())
 
 
 @contextlib.contextmanager

@@ -66,8 +66,8 @@ def await_left_behind(error: BaseException, values: Iterable[Any] = ()) -> None:
 
 @contextlib.contextmanager
 def leaving_nothing_behind(values: Callable[[], Iterable[Any]] = tuple) -> Iterator[None]:
-    """Around a graph that autograd calls. When it raises, its collectives are awaited and its regions closed here:
-    nobody else of ours sees that, and the caller may never come back.
+    """Around a graph that autograd calls, as a context or a decorator. When it raises, its collectives are awaited and
+    its regions closed here: nobody else of ours sees that, and the caller may never come back.
 
     `values`: further values with collectives' results in them (see `await_left_behind`).
     """

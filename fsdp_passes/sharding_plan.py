@@ -158,10 +158,7 @@ def plan_units(
                     raise WrapOrderError(target_name, path, ours.unit.display_name)
                 continue
             full_path = f"{target_path}.{path}" if target_path else path
-            _check_parameter(param, full_path, mesh)
-            if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse:
-                found = "an embedding with sparse=True, whose gradient has only some rows"
-                raise UnsupportedParameterError(full_path, found, "Set sparse=False, or pass it in ignored_params.")
+            _check_parameter(param, owner, full_path, mesh)
             index[param] = len(plan)
             dim = 0 if placement_fn is None else _shard_dim(param, full_path, mesh, placement_fn)
             plan.append(Planned(param, [(owner, name)], path, dim))
@@ -183,13 +180,16 @@ def class_name(module: nn.Module) -> str:
     return str(type(module).__dict__.get("_fsdp_original_class", type(module)).__name__)
 
 
-def _check_parameter(param: nn.Parameter, path: str, mesh: DeviceMesh) -> None:
+def _check_parameter(param: nn.Parameter, owner: nn.Module, path: str, mesh: DeviceMesh) -> None:
     if isinstance(param, DTensor) and not _is_tensor_parallel(param, mesh):
         raise ForeignDTensorError(path, f"mesh {param.device_mesh} as {param.placements}", str(mesh))
     if param.requires_grad and not (param.is_floating_point() or param.is_complex()):
         raise IntegerParameterError(path, param.dtype)
     if param.numel() == 0:
         raise UnsupportedParameterError(path, f"the empty shape {tuple(param.shape)}", "Pass it in ignored_params.")
+    if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse:
+        found = "an embedding with sparse=True, whose gradient has only some rows"
+        raise UnsupportedParameterError(path, found, "Set sparse=False, or pass it in ignored_params.")
 
 
 def _is_tensor_parallel(param: DTensor, mesh: DeviceMesh) -> bool:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.distributed.fsdp as fsdp2
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from fsdp_passes import fully_shard, overlap_fsdp
 
 
 class Block(nn.Module):
@@ -48,6 +53,20 @@ class Transformer(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def sharded_call(model: Transformer, system: str, *, inner: str = "inductor") -> Callable[..., Tensor]:
+    """Shard the model, and what to call it by: "fsdp2", "compiled" by this library, or any other name for its fallback.
+
+    `inner` compiles "compiled".
+    """
+    if system == "fsdp2":
+        for layer in model.layers:
+            fsdp2.fully_shard(layer)
+        fsdp2.fully_shard(model)
+    else:
+        fully_shard(model, units=["layers.*"])
+    return torch.compile(model, backend=overlap_fsdp, options={"inner": inner}) if system == "compiled" else model
 
 
 class Checkpointed(Transformer):

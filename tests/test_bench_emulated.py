@@ -14,13 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as fsdp2
 from torch import nn
 
 from bench.emulated import EmulatedGroup, LinkModel, init_emulated_group
-from fsdp_passes import fully_shard, overlap_fsdp
 from fsdp_passes._torch_compat import all_gather_coalesced, reduce_scatter_coalesced
-from tests.models import Transformer, token_batches
+from tests.models import Transformer, sharded_call, token_batches
 
 ROOT = Path(__file__).parent.parent
 WORLD = 4
@@ -126,13 +124,7 @@ def test_each_system_equals_the_whole_model(group: EmulatedGroup, system: str) -
     ((tokens, targets),) = token_batches(1, 4, 8)
     expected = reference(tokens, targets)
     expected.backward()
-    if system == "fsdp2":
-        for layer in model.layers:
-            fsdp2.fully_shard(layer)
-        fsdp2.fully_shard(model)
-    else:
-        fully_shard(model, units=["layers.*"])
-    call = torch.compile(model, backend=overlap_fsdp, options={"inner": "aot_eager"}) if system == "compiled" else model
+    call = sharded_call(model, system, inner="aot_eager")
     loss = call(tokens, targets)
     loss.backward()
     torch.testing.assert_close(loss, expected)

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from bench.calibrate import TOLERANCE, time_us
-from bench.emulated import EmulatedGroup, LinkModel, init_emulated_group
+from bench.emulated import EmulatedGroup, LinkModel
 from fsdp_passes._torch_compat import all_gather_coalesced, reduce_scatter_coalesced
+from tests.gpu.conftest import EMULATED_RANKS as WORLD
 
 pytestmark = pytest.mark.gpu
-WORLD = 8
-
-
-@pytest.fixture
-def group() -> Iterator[EmulatedGroup]:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    yield init_emulated_group(LinkModel.from_gb_per_s(WORLD, 100.0, latency_us=15.0), "cuda")
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as fsdp2
 
-from fsdp_passes import fully_shard, overlap_fsdp
 from fsdp_passes.inspect.trace import TraceReport, trace_report
-from tests.models import Transformer, token_batches
+from tests.models import Transformer, sharded_call, token_batches
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.gpu
@@ -26,13 +24,7 @@ def record(system: str, folder: str) -> None:
     """Profile `NUM_STEPS` steps behind three warm ones into `folder`/`system`.rank`r`.json.gz."""
     torch.manual_seed(0)
     model = Transformer(**SIZES).cuda()
-    if system == "fsdp2":
-        for layer in model.layers:
-            fsdp2.fully_shard(layer)
-        fsdp2.fully_shard(model)
-    else:
-        fully_shard(model, units=["layers.*"])
-    call = torch.compile(model, backend=overlap_fsdp) if system == "compiled" else model
+    call = sharded_call(model, system)
     (batch,) = [tuple(t.cuda() for t in pair) for pair in token_batches(1, 8, 128)]
     for _ in range(3):
         call(*batch).backward()

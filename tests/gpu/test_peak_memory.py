@@ -4,39 +4,20 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.fsdp as fsdp2
 
-from bench.emulated import EmulatedGroup, LinkModel, init_emulated_group
-from fsdp_passes import fully_shard, overlap_fsdp
-from tests.models import Transformer, token_batches
+from bench.emulated import EmulatedGroup
+from tests.models import Transformer, sharded_call, token_batches
 
 pytestmark = pytest.mark.gpu
-WORLD = 8
-
-
-@pytest.fixture
-def group() -> Iterator[EmulatedGroup]:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    yield init_emulated_group(LinkModel.from_gb_per_s(WORLD, 100.0, latency_us=15.0), "cuda")
-    dist.destroy_process_group()
 
 
 def peak_bytes(model: Transformer, system: str) -> tuple[int, int]:
     """Allocated and reserved, of the third step."""
     model = model.cuda()
-    if system == "fsdp2":
-        for layer in model.layers:
-            fsdp2.fully_shard(layer)
-        fsdp2.fully_shard(model)
-    else:
-        fully_shard(model, units=["layers.*"])
-    call = torch.compile(model, backend=overlap_fsdp) if system == "compiled" else model
+    call = sharded_call(model, system)
     batches = [tuple(tensor.cuda() for tensor in pair) for pair in token_batches(3, 8, 64)]
     for index, batch in enumerate(batches):
         if index == 2:  # compiled, and the streams exist
