@@ -106,6 +106,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "where_autograd_goes_off",
+    "with_bases_of_views",
     "without_packing",
     "without_version_bump",
     "wrap_boxed",
@@ -191,6 +192,16 @@ def inside_transforms(tensor: torch.Tensor) -> list[torch.Tensor]:
     while torch._C._functorch.is_functorch_wrapped_tensor(found[-1]):
         found.append(torch._C._functorch.get_unwrapped(found[-1]))
     return found
+
+
+def with_bases_of_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`tensors`, and what those among them that are views look at, unless autograd has not made it.
+
+    Writing through a view gives all views of the same memory another history, without the nodes that made them; what
+    is left of the old one is the node that made the memory.
+    """
+    bases = [tensor._base for tensor in tensors]
+    return [*tensors, *[base for base in bases if base is not None and base.grad_fn is not None]]
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:

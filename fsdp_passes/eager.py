@@ -31,7 +31,7 @@ from fsdp_passes._torch_compat import (
     tree_map_only,
 )
 from fsdp_passes.context import FsdpContext, Phase
-from fsdp_passes.eager_backward import pre_backward, unit_has_input_gradients, watch_gradient
+from fsdp_passes.eager_backward import announce_backward, pre_backward, unit_has_input_gradients, watch_gradient
 from fsdp_passes.foreign import (
     WHY_FOREIGN_GRAPHS_BREAK,
     is_in_foreign_region,
@@ -200,10 +200,7 @@ def _end_forward(unit: FsdpUnit, output: Any) -> None:
         param.check_unwritten()
     leaves = tree_leaves(output)
     levels = [level for leaf in leaves if isinstance(leaf, torch.Tensor) for level in inside_transforms(leaf)]
-    tensors = [level for level in levels if level.requires_grad]
-    if tensors:
-        hook = functools.partial(pre_backward, unit)
-        torch.autograd.graph.register_multi_grad_hook(tensors, lambda grad: hook(), mode="any")
+    announce_backward(levels, functools.partial(pre_backward, unit))
     # An output that hides its tensors in an object of unknown type cannot announce the backward: stay gathered.
     hides_tensors = torch.is_grad_enabled() and any(not _is_plain(leaf) for leaf in leaves)
     for owner in (unit, *unit.borrows_from) if not hides_tensors and not unit.is_borrowed_in(Phase.FORWARD) else ():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
-from fsdp_passes._torch_compat import call_after_backward
+from fsdp_passes._torch_compat import call_after_backward, with_bases_of_views
 from fsdp_passes.context import FsdpContext, Phase
 from fsdp_passes.errors import StaleParametersError
 from fsdp_passes.gather_ops import drop_started
@@ -65,9 +65,16 @@ def queue_end_of_backward(context: FsdpContext) -> None:
 
 def watch_backward(context: FsdpContext, outputs: Sequence[object]) -> None:
     """Learn when a backward through `outputs` begins and whether it ends: one that raises must leave no gradient."""
-    tensors = [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
+    tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
+    announce_backward(tensors, functools.partial(queue_end_of_backward, context))
+
+
+def announce_backward(outputs: Sequence[torch.Tensor], announce: Callable[[], None]) -> None:
+    """Call `announce` once in each backward, when it comes to the first of `outputs`; also where their user changes
+    them in place, as `ReLU(inplace=True)` does."""
+    tensors = with_bases_of_views([output for output in outputs if output.requires_grad])
     if tensors:
-        torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: queue_end_of_backward(context), mode="any")
+        torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: announce(), mode="any")
 
 
 def watch_gradient(param: FsdpParameter) -> None:
