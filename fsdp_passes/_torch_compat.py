@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
-from torch import fx
+from torch import fx, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import skip_code
@@ -74,7 +74,6 @@ __all__ = [
     "inductor_mode_options",
     "inductor_schedulers_off",
     "init_fake_process_group",
-    "inputs_that_are_returned",
     "inside_transforms",
     "is_backward_graph",
     "is_deterministic",
@@ -89,6 +88,7 @@ __all__ = [
     "min_cut_rematerialization_partition",
     "never_compile_alone",
     "outside_transforms",
+    "parameters_that_are_returned",
     "reduce_scatter_coalesced",
     "refresh_ancestors",
     "register_group_alias",
@@ -297,23 +297,26 @@ def backend_that_traces() -> Any:
     return None if translator is None else _innermost_backend(translator.output.compiler_fn)
 
 
-def inputs_that_are_returned() -> list[torch.Tensor]:
-    """The graph's inputs that the function which Dynamo is tracing now returns as they are, in whatever it returns.
+def parameters_that_are_returned() -> list[torch.Tensor]:
+    """The `nn.Parameter`s which the function that Dynamo is tracing now has read and returns as they are, in whatever
+    it returns.
 
-    They do not come out of the graph: the code behind it takes the objects from where they were read. Nothing is known
-    of those that the graph does not read.
+    They do not come out of the graph: the code behind it takes the objects from where they were read. Nor need they go
+    into it.
     """
     translator = _translator()
     reason = None if translator is None else translator.output.compile_subgraph_reason
     if reason is None or reason.graph_break or reason.reason != "return_value":
         return []
+    frame = translator.output.root_tx
+    scope = {"G": frame.f_globals, "L": frame.f_locals}
     found: list[torch.Tensor] = []
 
     def look(variable: VariableTracker) -> None:
         node = variable.as_proxy().node if isinstance(variable, TensorVariable) else None
-        argument = None if node is None else node.meta.get("grapharg")
-        if argument is not None and isinstance(argument.example, torch.Tensor):
-            found.append(argument.example)
+        if node is not None and node.op == "placeholder" and isinstance(node.meta.get("example_value"), nn.Parameter):
+            assert variable.source is not None  # an input of the graph
+            found.append(variable.source.get_value(scope, {}, {}))
 
     VariableTracker.visit(look, translator.stack)
     return found

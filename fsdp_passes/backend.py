@@ -23,9 +23,9 @@ from fsdp_passes._torch_compat import (
     group_of,
     inductor_mode_options,
     inductor_schedulers_off,
-    inputs_that_are_returned,
     is_deterministic,
     min_cut_rematerialization_partition,
+    parameters_that_are_returned,
     without_packing,
     wrap_boxed,
 )
@@ -94,7 +94,7 @@ def overlap_fsdp(
         param = fsdp_parameter_of(example)
         if param is not None:
             param.sync_requires_grad()
-    for tensor in inputs_that_are_returned():
+    for tensor in parameters_that_are_returned():
         param = fsdp_parameter_of(tensor)
         # In a forward, the hook behind it puts values in the place of what it returns.
         if param is not None and not param.unit.context.is_in_any_forward():

@@ -108,19 +108,19 @@ def test_a_function_without_parameters_needs_no_warning() -> None:
     assert torch.equal(found, torch.full((2,), 2.0))
 
 
-@pytest.mark.parametrize("is_copied", [True, False], ids=["copied", "itself"])
-def test_a_weight_that_the_compiled_function_returns(is_copied: bool) -> None:
+@pytest.mark.parametrize("kind", ["copied", "itself", "itself alone"])
+def test_a_weight_that_the_compiled_function_returns(kind: str) -> None:
     """Itself it would be an empty tensor, and reading that a segmentation fault; a copy has the values."""
     layer = nn.Linear(8, 8)
     whole = layer.weight.detach().clone()
     fully_shard(layer)
 
     def function(x: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        weight = layer.weight.clone() if is_copied else layer.weight
-        return {"found": [layer(x), weight]}
+        weight = layer.weight.clone() if kind == "copied" else layer.weight
+        return {"found": [x * 2 if kind == "itself alone" else layer(x), weight]}
 
     compiled = torch.compile(function, backend=overlap_fsdp, options={"inner": "aot_eager"})
-    if is_copied:
+    if kind == "copied":
         assert torch.equal(compiled(torch.ones(2, 8))["found"][1], whole)
         return
     with pytest.raises(BackendCompilerFailed) as raised:
