@@ -101,11 +101,13 @@ __all__ = [
     "sizes_as_given",
     "storage_address",
     "strided_shard",
+    "switch_autograd",
+    "switches_autograd_on",
     "symbols_apart",
     "trace_artifact",
     "tree_leaves",
     "tree_map_only",
-    "where_autograd_goes_off",
+    "where_autograd_is_off",
     "with_bases_of_views",
     "without_packing",
     "without_version_bump",
@@ -339,26 +341,42 @@ def is_tracing_higher_order_op() -> bool:
 # ---- graphs ----------------------------------------------------------------------------------------------------------
 
 
-def where_autograd_goes_off(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each node that runs without autograd behind a switch in a graph from Dynamo (`no_grad`, `inference_mode`):
-    the node that switched it off. Until that one it was on."""
-    switched_off: dict[fx.Node, fx.Node] = {}
-    before_inference: dict[Any, tuple[fx.Node | None, fx.Node | None]] = {}
-    no_grad: fx.Node | None = None
-    inference: fx.Node | None = None  # inside of it, enabling gradients changes nothing
+def where_autograd_is_off(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
+    """For each node that runs without autograd in a graph from Dynamo: the switch (`no_grad`, `inference_mode`) that
+    turned it off, until which it was on; None where it is off ahead of the graph, as it is now."""
+    off: dict[fx.Node, fx.Node | None] = {}
+    before_inference: dict[Any, tuple[bool, bool, fx.Node | None]] = {}
+    is_on, is_inference = torch.is_grad_enabled(), False
+    switch: fx.Node | None = None
     for node in graph.nodes:
         if node.target is torch._C._set_grad_enabled:
-            no_grad = None if node.args[0] else no_grad or node
+            if node.args[0]:
+                is_on = not is_inference  # inside of it, enabling gradients changes nothing
+            elif is_on:
+                is_on, switch = False, node
         elif node.target is torch.autograd.grad_mode._enter_inference_mode:
-            before_inference[node] = no_grad, inference
-            inference = (inference or no_grad or node) if node.args[0] else None
+            before_inference[node] = is_on, is_inference, switch
+            switch = node if is_on else switch
+            is_on, is_inference = not node.args[0], bool(node.args[0])
         elif node.target is torch.autograd.grad_mode._exit_inference_mode:
-            no_grad, inference = before_inference[node.args[0]]
-        else:
-            switch = inference or no_grad
-            if switch is not None:
-                switched_off[node] = switch
-    return switched_off
+            is_on, is_inference, switch = before_inference[node.args[0]]
+        elif not is_on:
+            off[node] = switch
+    return off
+
+
+def switches_autograd_on(graph: fx.Graph) -> bool:
+    """Whether nodes of a graph from Dynamo run with autograd, wherever the graph is called."""
+    return any(
+        (node.target is torch._C._set_grad_enabled and bool(node.args[0]))
+        or (node.target is torch.autograd.grad_mode._enter_inference_mode and not node.args[0])
+        for node in graph.nodes
+    )
+
+
+def switch_autograd(graph: fx.Graph, is_on: bool) -> fx.Node:
+    """Add a node that turns autograd on or off for those behind it."""
+    return graph.call_function(torch._C._set_grad_enabled, (is_on,))
 
 
 def set_dynamo_source(node: fx.Node) -> None:

@@ -26,6 +26,7 @@ from fsdp_passes._torch_compat import (
     is_deterministic,
     min_cut_rematerialization_partition,
     parameters_that_are_returned,
+    switches_autograd_on,
     without_packing,
     wrap_boxed,
 )
@@ -114,7 +115,8 @@ def overlap_fsdp(
         # Dynamo traces its own graph again; its guards on this call's frame fail at the next call.
         return torch.compile(original, backend=overlap_fsdp, mode=mode, options=dict(options or {}))(*args)
 
-    return CompiledCall(inner, recompile, uses, label_from, settings, StandIn(original))
+    enables_grad = switches_autograd_on(original.graph)
+    return CompiledCall(inner, recompile, uses, label_from, settings, StandIn(original), enables_grad=enables_grad)
 
 
 def compile_sharded(

@@ -151,6 +151,7 @@ class CompiledCall:
         label_from: for each label, the index in `positions` of a parameter of its unit.
         sinks: where it sends their gradients.
         stand_in: takes the arguments of a call as one sequence; what it returns, a call returns while warming up.
+        enables_grad: whether it computes with gradients where they are off around the call.
         constants: `graph_constants` of the parameters that it was compiled for.
         requires_grad: whether each of them required a gradient.
     """
@@ -163,6 +164,8 @@ class CompiledCall:
         label_from: Sequence[int],
         settings: OverlapOptions,
         stand_in: Compiled,
+        *,
+        enables_grad: bool = False,
     ) -> None:
         self.inner = inner
         self.recompile = recompile
@@ -181,6 +184,7 @@ class CompiledCall:
         self._reduced = [index for index, is_reduced in enumerate(self._is_reduced) if is_reduced]
         self._is_offloaded = any(use.param.home is not None for use in uses)
         self.stand_in = stand_in
+        self.enables_grad = enables_grad
         self._has_two_groups = not settings.unify_communication_stream
 
     def __call__(self, *args: Any) -> Any:
@@ -192,7 +196,9 @@ class CompiledCall:
             return self.stand_in(args)
         params[0].unit.check_group()
         inputs = list(args)
-        sinks, is_watched = self._hand_out(inputs, params, sharded)
+        # Inside of `inference_mode`, enabling gradients changes nothing.
+        needs_grad = torch.is_grad_enabled() or (self.enables_grad and not torch.is_inference_mode_enabled())
+        sinks, is_watched = self._hand_out(inputs, params, sharded, needs_grad)
         for index in self.label_from:
             inputs.append(params[index].unit.label)
         inputs += sinks
@@ -204,7 +210,7 @@ class CompiledCall:
         if not is_in_backward():
             if context.is_backward_callback_queued:
                 undo_interrupted(context)  # the backward before this call raised
-            context.is_grad_enabled = torch.is_grad_enabled()
+            context.is_grad_enabled = needs_grad
             close_backward_regions()
         context.lookahead.open_requests = None
         depth = num_open_regions()
@@ -237,11 +243,10 @@ class CompiledCall:
         return sinks == self.sinks
 
     def _hand_out(
-        self, inputs: list[Any], params: list[FsdpParameter], sharded: list[nn.Parameter]
+        self, inputs: list[Any], params: list[FsdpParameter], sharded: list[nn.Parameter], needs_grad: bool
     ) -> tuple[list[torch.Tensor], bool]:
         """Put shards in the placeholders' places. Returns the sinks of the gradients that are not reduced in the graph,
         or not over the replicas, and whether gradients stay in some of them until the backward has ended."""
-        needs_grad = torch.is_grad_enabled()
         for position, param, is_reduced in zip(self.positions, params, self._is_reduced, strict=True):
             if not (needs_grad and is_reduced):
                 inputs[position] = param.padded_local
@@ -250,7 +255,8 @@ class CompiledCall:
         sinks: dict[int, torch.Tensor] = {}
         if through:
             suffix = REDUCE_GROUP_SUFFIX if self._has_two_groups else ""
-            taken = HandOut.apply([params[i] for i in through], len(late), suffix, *[sharded[i] for i in through])
+            with torch.enable_grad():
+                taken = HandOut.apply([params[i] for i in through], len(late), suffix, *[sharded[i] for i in through])
             for index, tensor in zip(through, taken, strict=True):
                 if self._is_reduced[index]:
                     inputs[self.positions[index]] = tensor

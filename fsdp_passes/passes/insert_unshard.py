@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_passes._torch_compat import set_dynamo_source, where_autograd_goes_off
+from fsdp_passes._torch_compat import set_dynamo_source, switch_autograd, where_autograd_is_off
 from fsdp_passes.ops import UNSHARD
 from fsdp_passes.parameter import GradientSink
 from fsdp_passes.passes._uses import ParameterUse
@@ -16,6 +16,7 @@ from fsdp_passes.passes._uses import ParameterUse
 
 def insert_unshard(gm: fx.GraphModule, uses: Sequence[ParameterUse], *, reduce_group_suffix: str) -> list[int]:
     """Insert one `fsdp_passes::unshard` per parameter, before its first use, or before the `no_grad` that this is in.
+    Where the whole graph is in a `no_grad` and a later use is not, autograd is switched on for the `unshard` alone.
 
     Before:  linear(x, weight)
     After:   unshard(weight_shard, label_0, ...) ; linear(x, unshard)
@@ -50,12 +51,15 @@ def insert_unshard(gm: fx.GraphModule, uses: Sequence[ParameterUse], *, reduce_g
             sinks[use] = last
 
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
-    switched_off = where_autograd_goes_off(gm.graph)
+    off = where_autograd_is_off(gm.graph)
     for use in uses:
         param = use.param
         first = min(use.node.users, key=lambda user: order[user])
-        # Inside of `no_grad` the result would carry no gradient, and a later use outside may need one.
-        with gm.graph.inserting_before(switched_off.get(first, first)):
+        # Where autograd is off the result would carry no gradient, and a later use may need one.
+        is_off_around = off.get(first, first) is None and not off.keys() >= use.node.users.keys()
+        with gm.graph.inserting_before(off.get(first) or first):
+            if is_off_around:
+                switch_autograd(gm.graph, True)
             gathered = gm.graph.call_function(
                 UNSHARD,
                 (
@@ -72,6 +76,8 @@ def insert_unshard(gm: fx.GraphModule, uses: Sequence[ParameterUse], *, reduce_g
                     *_gradient_arguments(use, sinks.get(use)),
                 ),
             )
+            if is_off_around:
+                switch_autograd(gm.graph, False)
         for user in [user for user in use.node.users if user is not gathered]:
             user.replace_input_with(use.node, gathered)
         # What Dynamo recorded about the full-shaped input is not true of the shard.

@@ -363,7 +363,44 @@ def test_weights_that_are_read_without_gradients_first_train(
     two_ranks: RankPool, way: str, off: Callable[[], Any]
 ) -> None:
     """A graph gathers a weight once: that must not happen where autograd is switched off."""
+    if way == "aot_eager" and off is torch.inference_mode and torch.__version__ < "2.12":
+        pytest.skip("PyTorch 2.11 cannot compile inference_mode in code that trains, sharded or not")
     two_ranks.run(f"{HERE}:autograd_off", way=way, off=off)
+
+
+class Student(nn.Module):
+    """Trains also when it is called without gradients; it reads each weight without them first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        target = torch.tanh(self.second(self.first(x)))
+        with torch.enable_grad():
+            return (self.second(self.first(x)) - target).square().mean()
+
+
+def autograd_off_around(way: str) -> None:
+    model, reference = build(Student)
+    fully_shard(model, units=["first", "second"])
+    batches = float_batches(3, 8, DIM)
+
+    def without_gradients(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return torch.no_grad()(lambda x: call(x))
+
+    call = call_of(model, way)
+    found = train(model, batches, sharded=True, call=without_gradients(call))
+    assert_same(found, train(reference, batches, sharded=False, call=without_gradients(reference)))
+    with torch.inference_mode():  # in which enabling them changes nothing
+        loss = call(*batches[0])
+        assert not loss.requires_grad
+        torch.testing.assert_close(loss, reference(*batches[0]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_enables_gradients_trains_where_they_are_off(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:autograd_off_around", way=way)
 
 
 # ---- buffers ---------------------------------------------------------------------------------------------------------
