@@ -49,10 +49,10 @@ def is_foreign(backend: Any) -> bool:
 def is_traced_by_foreign_backend() -> bool:
     """Asked by traced code: which backend the graph is for. Dynamo keeps graphs of different backends apart.
 
-    Raises `ExportedModuleError` where something else than Dynamo traces.
+    Raises `ExportedModuleError` where something else than Dynamo traces, or Dynamo for `torch.export`.
     """
     backend = backend_that_traces()
-    if backend is None:
+    if backend is None or torch.compiler.is_exporting():
         raise ExportedModuleError
     return is_foreign(backend)
 

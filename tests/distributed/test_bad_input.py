@@ -401,3 +401,5 @@ def test_an_exported_module() -> None:
     model = fully_shard(Model())
     with refused(model, errors.ExportedModuleError, "torch.export", "full_state_dict=True"):
         torch.export.export(model, (torch.ones(2, 8),), strict=False)
+    with pytest.raises(errors.ExportedModuleError):  # not `refused`: Dynamo marks parameters that it looks at
+        torch.export.export(model, (torch.ones(2, 8),), strict=True)
