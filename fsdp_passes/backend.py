@@ -33,13 +33,14 @@ from fsdp_passes._torch_compat import (
 from fsdp_passes.agreement import has_peers
 from fsdp_passes.compiled_call import Compiled, CompiledCall
 from fsdp_passes.context import set_mesh_timeout
-from fsdp_passes.debug import CheckedInterpreter, debug_flags
+from fsdp_passes.debug import ENVIRONMENT_VARIABLE, CheckedInterpreter, debug_flags
 from fsdp_passes.errors import (
     CompileCacheError,
     CudaGraphsWarning,
     NothingShardedWarning,
     ProcessGroupGoneError,
     ReturnedParameterError,
+    UncheckedGraphsWarning,
 )
 from fsdp_passes.foreign import gathers_parameters
 from fsdp_passes.gather_ops import leaving_nothing_behind
@@ -164,6 +165,16 @@ def _warn_no_cuda_graphs() -> None:
     )
 
 
+@functools.cache  # once in a process
+def _warn_unchecked() -> None:
+    warnings.warn(
+        f"{ENVIRONMENT_VARIABLE}=nan: expected graphs that run node by node, found compiled ones, in which released "
+        f"weights are not filled with NaN and no late read shows. Set {ENVIRONMENT_VARIABLE}=eager,nan.",
+        UncheckedGraphsWarning,
+        stacklevel=2,
+    )
+
+
 _has_warned_nothing_sharded = False  # once in a process: a graph break or a new shape compiles again
 
 
@@ -204,8 +215,11 @@ def _compile_inner(
     lower: LowerAndSchedule | None = None,
 ) -> Compiled:
     flags = debug_flags()
-    if settings.inner != "inductor" or flags.eager:
-        return _compile_aot(gm, inputs, lower, is_checked=settings.inner == "eager" or flags.eager)
+    is_checked = settings.inner == "eager" or flags.eager
+    if flags.nan and not is_checked and lower is not None:
+        _warn_unchecked()
+    if settings.inner != "inductor" or is_checked:
+        return _compile_aot(gm, inputs, lower, is_checked=is_checked)
     if lower is None:
         return compile_fx_and_inspect(gm, inputs, inductor_options, lambda *_: None, _with_our_errors)
     patches = {

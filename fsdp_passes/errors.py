@@ -417,6 +417,10 @@ class ScheduleWarning(UserWarning):
     """A schedule computes the right values but hides less communication, or holds more memory, than it should."""
 
 
+class UncheckedGraphsWarning(UserWarning):
+    """NaN in released weights was asked for, and compiled graphs do not have it."""
+
+
 class HardwareError(FsdpError, ValueError):
     """A description of hardware that does not fit."""
 

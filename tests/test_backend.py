@@ -14,7 +14,8 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from fsdp_passes import fully_shard, overlap_fsdp
-from fsdp_passes.errors import CudaGraphsWarning, NothingShardedWarning, ReturnedParameterError
+from fsdp_passes.backend import _warn_unchecked
+from fsdp_passes.errors import CudaGraphsWarning, NothingShardedWarning, ReturnedParameterError, UncheckedGraphsWarning
 from fsdp_passes.pipeline import record_compilations
 from tests.graphs import TinyTransformer
 from tests.graphs import one_rank as one_rank
@@ -62,6 +63,20 @@ def test_by_name_an_unknown_option_is_refused_as_well() -> None:
 @pytest.mark.parametrize("inner", ["inductor", "aot_eager", "eager"])
 def test_each_inner_compiler_trains(inner: str) -> None:
     assert assert_trains(overlap_fsdp, {"inner": inner, "inductor": NO_CACHE}) == inner
+
+
+@pytest.mark.parametrize(("flags", "inner"), [("nan", "aot_eager"), ("nan", "eager"), ("eager,nan", "aot_eager")])
+def test_nan_in_released_weights_says_where_graphs_do_not_have_it(
+    monkeypatch: pytest.MonkeyPatch, flags: str, inner: str
+) -> None:
+    monkeypatch.setenv("FSDP_PASSES_DEBUG", flags)
+    _warn_unchecked.cache_clear()  # it is said once in a process
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_trains(overlap_fsdp, {"inner": inner})
+    found = [str(warning.message) for warning in caught if warning.category is UncheckedGraphsWarning]
+    assert len(found) == ((flags, inner) == ("nan", "aot_eager"))
+    assert all("Set FSDP_PASSES_DEBUG=eager,nan" in text for text in found)
 
 
 def test_without_options_inductor_runs() -> None:

@@ -68,6 +68,7 @@ def test_every_class_has_an_example_here_and_every_error_is_an_fsdp_error() -> N
         "NothingShardedWarning",
         "OneQueueWarning",
         "ScheduleWarning",
+        "UncheckedGraphsWarning",
     }
     assert classes - warnings - {FsdpError} == EXAMPLES.keys()
     assert all(issubclass(value, FsdpError) for value in EXAMPLES)
