@@ -538,7 +538,7 @@ _Policy: Any = getattr(cudagraph_utils, "CUDAGraphPolicy", object)
 
 
 class _WrapBackwards(_Policy):  # type: ignore[misc]
-    """Meant for CUDA graphs: what it returns runs in place of the compiled graph."""
+    """Inductor's policy for CUDA graphs, which are off here: what `wrap_output` returns runs in the graph's place."""
 
     def __init__(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self.wrap = wrap

@@ -12,7 +12,8 @@ from fsdp_passes.errors import OptionValueError, UnknownOptionError
 INNER_COMPILERS = ("inductor", "aot_eager", "eager")
 BUCKET_MODES = ("coalesced", "packed")
 
-# The passes own these Inductor settings; a second value for one of them would undo the schedule without a word.
+# We own these Inductor settings; a second value for one of them would undo the schedule without a word, or what we do
+# when a backward raises.
 RESERVED_INDUCTOR_OPTIONS = (
     "joint_custom_post_pass",
     "post_grad_custom_post_pass",
@@ -20,6 +21,7 @@ RESERVED_INDUCTOR_OPTIONS = (
     "reorder_for_compute_comm_overlap",
     "reorder_for_compute_comm_overlap_passes",
     "_post_fusion_custom_pass",
+    "cudagraph_policy",
 )
 
 
