@@ -26,7 +26,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
-from torch._inductor import custom_graph_pass, ir, list_mode_options
+from torch._inductor import cudagraph_utils, custom_graph_pass, ir, list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.dependencies import WeakDep
@@ -543,26 +543,43 @@ def compile_fx_and_inspect(
 
     `around` is entered whenever Inductor compiles: a backward is compiled later, when autograd first comes to it.
     `wrap_backward` gets each compiled backward and returns what autograd calls in its place.
-    AOTAutograd's cache is the exception for both `inspect` and `wrap_backward`: what it returns is neither shown nor
-    wrapped.
+    AOTAutograd's cache is the exception for `inspect`, which does not see what it returns; on 2.11 for `wrap_backward`
+    too.
     """
+    if wrap_backward is not None and _HAS_POLICY:
+        patches = {**patches, "cudagraph_policy": _WrapBackwards(wrap_backward)}
 
     def inner_compile(graph: fx.GraphModule, graph_inputs: Sequence[Any], **kwargs: Any) -> Any:
         with around():
             output = compile_fx_inner(graph, graph_inputs, **kwargs)
-        is_backward = bool(kwargs.get("is_backward"))
         source = getattr(output, "source_code", None)
         if source:
-            inspect(source, is_backward)
-        run = getattr(output, "current_callable", None)
-        if is_backward and wrap_backward is not None and run is not None:
-            # In place: AOTAutograd's cache takes the output itself, and leaves out what it calls.
-            output.current_callable = wrap_backward(run)  # type: ignore[attr-defined]
+            inspect(source, bool(kwargs.get("is_backward")))
+        if wrap_backward is not None and not _HAS_POLICY:
+            _WrapBackwards(wrap_backward).wrap_output(output)
         return output
 
     with around():
         compiled: Any = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
     return compiled
+
+
+# Inductor asks it about each graph that it has compiled or that came out of a cache, AOTAutograd's too. New in 2.13.
+_HAS_POLICY = hasattr(cudagraph_utils, "CUDAGraphPolicy")
+_Policy: Any = getattr(cudagraph_utils, "CUDAGraphPolicy", object)
+
+
+class _WrapBackwards(_Policy):  # type: ignore[misc]
+    """Inductor's policy for CUDA graphs, which are off here: what `wrap_output` returns runs in the graph's place."""
+
+    def __init__(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self.wrap = wrap
+
+    def wrap_output(self, output: Any) -> Any:
+        run = getattr(output, "current_callable", None)
+        if run is not None and output.fx_kwargs.get("is_backward"):
+            output.current_callable = self.wrap(run)  # in place: caches take the output itself, but not what it calls
+        return output
 
 
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -20,16 +20,18 @@ class CodeStep:
     """One line of generated code that runs something.
 
     Attributes:
-        kind: "start", "wait", "kernel", "region_begin", "region_end" or "start_next".
-        name: the collective's operator, or the kernel's name.
+        kind: "start", "wait", "kernel", "reuse", "region_begin", "region_end" or "start_next".
+        name: the collective's operator, the kernel's name, or the variable whose memory another one takes over.
         start: for a start, a wait and what reads a collective's result: the variables of those starts.
         text: the line, without indentation.
+        sent: for a start, the variables in its first argument.
     """
 
     kind: str
     name: str
     start: tuple[str, ...]
     text: str
+    sent: tuple[str, ...] = ()
 
 
 # An in-place collective of the user's has no result; its first argument is what is to be awaited.
@@ -41,6 +43,7 @@ _REGION = re.compile(r"torch\.ops\.fsdp_passes\.(region_begin|region_end)\.defau
 _START_NEXT = re.compile(r"torch\.ops\.fsdp_passes\.start_next_graph\.default\((\w+)\)")
 _ITEM = re.compile(r"(\w+) = (\w+)\[\d+\]$")
 _ALIAS = re.compile(r"(\w+) = (?:reinterpret_tensor\()?(\w+)\b.*(?:# (?:reuse|alias))?$")
+_REUSE = re.compile(r"\w+ = .*\bdel (\w+)  # reuse$")
 _KERNEL = re.compile(r"(extern_kernels\.\w+|(?:cpp|triton)_\w+(?:\.run)?|torch\.ops\.\w+\.\w+(?:\.\w+)?|\w+\.run)\(")
 
 
@@ -68,16 +71,18 @@ def _read_line(line: str, origin: dict[str, str]) -> CodeStep | None:
         return CodeStep("wait", "wait_tensor", (origin.get(match[1], match[1]),), line)
     if match := _START.match(line):
         variable = match[1] or match[3]
+        sent = re.findall(r"\w+", line[match.start(3) :].split("]")[0]) if "[" in match[0] else [match[3]]
         # In place, each tensor of the first argument is a result.
-        results = [variable] if match[1] else re.findall(r"\w+", line[match.start(3) :].split("]")[0])
-        origin.update(dict.fromkeys(results if "[" in match[0] else [variable], variable))
-        return CodeStep("start", match[2], (variable,), line)
+        origin.update(dict.fromkeys([variable] if match[1] else sent, variable))
+        return CodeStep("start", match[2], (variable,), line, tuple(sent))
     if match := _REGION.search(line):
         return CodeStep(match[1], match[2], (), line)
     if "torch.ops.fsdp_passes.await_collective." in line:
         return None  # it names the wait behind it, and waits ahead of it
     if match := _START_NEXT.search(line):
         return CodeStep("start_next", match[1], (), line)
+    if match := _REUSE.match(line):
+        return CodeStep("reuse", match[1], (), line)
     if match := _ITEM.match(line):
         if match[2] in origin:
             origin[match[1]] = origin[match[2]]
@@ -86,7 +91,7 @@ def _read_line(line: str, origin: dict[str, str]) -> CodeStep | None:
         words = dict.fromkeys(re.findall(r"\w+", line[match.end() :]))
         starts = dict.fromkeys(origin[word] for word in words if word in origin)
         return CodeStep("kernel", match[1], tuple(starts), line)
-    if (match := _ALIAS.match(line)) and match[2] in origin and "# reuse" not in line:
+    if (match := _ALIAS.match(line)) and match[2] in origin:
         origin[match[1]] = origin[match[2]]
     return None
 
@@ -115,6 +120,10 @@ def check_generated_code(source: str, *, scheduled: Sequence[str] | None, where:
         early = [step.name for step in steps[index : waits[-1]] if step.kind == "kernel" and variable in step.start]
         if early:
             problems.append(f"{name}: {early[0]} reads a result before its wait")
+        in_flight = steps[index : waits[0]]
+        reused = [step.name for step in in_flight if step.kind == "reuse" and step.name in steps[index].sent]
+        if reused:
+            problems.append(f"{name}: the memory of {reused[0]}, which it sends, is used again before its wait")
     if scheduled is not None and not problems:
         found = collective_order(steps)
         if found != list(scheduled):

@@ -246,14 +246,14 @@ unshard.register_autograd(_backward, setup_context=_setup_context)
 # compiler removes them or swaps a begin with its end. `custom_op` would bump the label's version counter on every call,
 # which autograd takes for a real write to a saved tensor.
 library = torch.library.Library("fsdp_passes", "FRAGMENT")
-library.define("region_begin(Tensor(a!) label, str phase) -> ()")
+library.define("region_begin(Tensor(a!) label, str phase, bool is_shown=True) -> ()")
 library.define("region_end(Tensor(a!) label) -> ()")
 
 
-def _region_begin(label: Tensor, phase: str) -> None:
+def _region_begin(label: Tensor, phase: str, is_shown: bool = True) -> None:
     if phase == REDUCE_SCATTER_REGION and not dist.is_initialized():
         raise ProcessGroupGoneError(label_text(label))  # the graph itself would say only that a name is unknown
-    push_region(region_name(label_text(label), phase))
+    push_region(region_name(label_text(label), phase), is_shown=is_shown)
 
 
 def _region_end(label: Tensor) -> None:
@@ -262,7 +262,7 @@ def _region_end(label: Tensor) -> None:
 
 library.impl("region_begin", _region_begin, "CompositeExplicitAutograd")
 library.impl("region_end", _region_end, "CompositeExplicitAutograd")
-torch.library.register_fake("fsdp_passes::region_begin", lambda label, phase: None, lib=library)
+torch.library.register_fake("fsdp_passes::region_begin", lambda label, phase, is_shown=True: None, lib=library)
 torch.library.register_fake("fsdp_passes::region_end", lambda label: None, lib=library)
 
 UNSHARD = torch.ops.fsdp_passes.unshard.default

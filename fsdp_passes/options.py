@@ -12,7 +12,8 @@ from fsdp_passes.errors import OptionValueError, UnknownOptionError
 INNER_COMPILERS = ("inductor", "aot_eager", "eager")
 BUCKET_MODES = ("coalesced", "packed")
 
-# The passes own these Inductor settings; a second value for one of them would undo the schedule without a word.
+# We own these Inductor settings; a second value for one of them would undo the schedule without a word, or what we do
+# when a backward raises.
 RESERVED_INDUCTOR_OPTIONS = (
     "joint_custom_post_pass",
     "post_grad_custom_post_pass",
@@ -20,6 +21,7 @@ RESERVED_INDUCTOR_OPTIONS = (
     "reorder_for_compute_comm_overlap",
     "reorder_for_compute_comm_overlap_passes",
     "_post_fusion_custom_pass",
+    "cudagraph_policy",
 )
 
 
@@ -38,7 +40,8 @@ class OverlapOptions:
         recompute_elementwise: whether the backward computes again what elementwise operators made, also where a matrix
             product of the backward then reads it from memory: a gated MLP saves the two products that it multiplies and
             not their product. False leaves the choice to AOTAutograd's defaults, which save such a tensor.
-        nvtx: whether to annotate each unit's compute with `FSDP:<unit>:forward_compute` / `backward_compute`.
+        nvtx: whether profilers see `FSDP:<unit>:forward_compute` / `backward_compute` around each unit's compute, and
+            `FSDP:<unit>:<collective>` around each start.
         verify: whether to check the invariants on the graph and on Inductor's final kernel order.
         agreement_timeout_s: before a graph runs for the first time, ranks compare its collectives; how many seconds a
             rank waits for the others, which may still be compiling. 0 switches the comparison off.

@@ -217,8 +217,10 @@ class LowerAndSchedule(CustomGraphPass):
         keep("bucketed")
         run("schedule_one_layer_ahead", lambda: schedule_one_layer_ahead(graph, prefetch=options.prefetch))
         run("prefetch_across_graphs", lambda: prefetch_across_graphs(graph, is_backward=backward))
-        if options.nvtx:
-            run("annotate_regions", lambda: annotate_regions(graph, labels=labels, is_backward=backward))
+        run(
+            "annotate_regions",
+            lambda: annotate_regions(graph, labels=labels, is_backward=backward, is_shown=options.nvtx),
+        )
         annotate_collectives(graph, unit_names=unit_names)
         keep("scheduled")
         result.events = events_from_graph(graph)

@@ -68,17 +68,17 @@ class _OpenRegions(threading.local):
 _open = _OpenRegions()
 
 
-def push_region(name: str) -> None:
-    """Open a range for NVTX (when CUDA is in use) and for torch.profiler (when one is recording)."""
+def push_region(name: str, *, is_shown: bool = True) -> None:
+    """Open a range for NVTX (when CUDA is in use) and for torch.profiler (when one is recording). Without `is_shown`
+    only we know of it."""
     recorder = None
-    if is_profiler_enabled():
+    if is_shown and is_profiler_enabled():
         recorder = record_function(name)
         recorder.__enter__()
-    if torch.cuda.is_initialized():
+    has_nvtx = is_shown and torch.cuda.is_initialized()
+    if has_nvtx:
         torch.cuda.nvtx.range_push(name)
-        _open.stack.append((recorder, True, is_in_backward(), name))
-    else:
-        _open.stack.append((recorder, False, is_in_backward(), name))
+    _open.stack.append((recorder, has_nvtx, is_in_backward(), name))
 
 
 def pop_region() -> None:

@@ -128,12 +128,13 @@ def test_a_process_group_that_is_gone() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
+@pytest.mark.parametrize("nvtx", [True, False])
 @pytest.mark.parametrize(("units", "message"), [(["*"], "unit '2': expected the process"), ([], "unit 'root'")])
-def test_a_process_group_that_is_gone_before_a_compiled_backward(units: list[str], message: str) -> None:
+def test_a_process_group_that_is_gone_before_a_compiled_backward(units: list[str], message: str, nvtx: bool) -> None:
     """It begins with a gather, or has nothing but gradients to reduce."""
     with process_group("gloo", dist.HashStore(), 1):
         model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), units=units)
-        step = torch.compile(model, backend=overlap_fsdp, options={"inner": "aot_eager"})
+        step = torch.compile(model, backend=overlap_fsdp, options={"inner": "aot_eager", "nvtx": nvtx})
         step(torch.ones(2, 4)).sum().backward()  # which compiles it
         loss = step(torch.ones(2, 4)).sum()
         dist.destroy_process_group()

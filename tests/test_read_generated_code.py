@@ -18,6 +18,25 @@ def call(args):
 """
 
 
+REUSED = """\
+def call(args):
+    buf9 = torch.ops._c10d_functional.reduce_scatter_tensor_coalesced.default([buf1, reinterpret_tensor(buf2, (4, ), (1, ), 0)], 'sum', 2, '0')
+    buf10 = buf9[0]
+    {in_flight}
+    torch.ops._c10d_functional.wait_tensor.default(buf10)
+    {behind}
+    cpp_fused_mul_0(buf10, buf11)
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("sent", ["buf1", "buf2"])
+def test_what_a_collective_sends_is_not_used_again_before_its_wait(sent: str) -> None:
+    reuse = f"buf11 = reinterpret_tensor({sent}, (2, 2), (2, 1), 0); del {sent}  # reuse"
+    check_generated_code(REUSED.format(in_flight="", behind=reuse), scheduled=None, where="here")
+    with pytest.raises(ScheduleError, match=f"the memory of {sent}, which it sends, is used again before its wait"):
+        check_generated_code(REUSED.format(in_flight=reuse, behind=""), scheduled=None, where="here")
+
+
 def test_every_tensor_of_an_all_reduce_in_place_is_its_result() -> None:
     steps = read_generated_code(IN_PLACE.format(between=""))
     assert [(step.kind, step.name, step.start) for step in steps] == [

@@ -44,6 +44,14 @@ class Contexts:
             if meaning_of(name) is not None or step_number(name) is not None:
                 by_lane[annotations.lanes[index]].append(index)
         self._lanes = {lane: _sweep(annotations, names, indices) for lane, indices in by_lane.items()}
+        # Unit -> (end, phase) of each stretch of its compute, on whatever lane, in order of end.
+        self._phases: dict[str, list[tuple[float, str]]] = defaultdict(list)
+        for lane in self._lanes.values():
+            for end, meaning in zip([*lane.times[1:], float("inf")], lane.meanings, strict=True):
+                if meaning.role == COMPUTE and meaning.phase:
+                    self._phases[meaning.unit].append((end, meaning.phase))
+        for stretches in self._phases.values():
+            stretches.sort()
 
     def at(self, lane: int, time: float) -> Meaning:
         """The innermost meaning that holds; `NOTHING` when none does."""
@@ -58,6 +66,13 @@ class Contexts:
             if found.meanings[index].role == COMPUTE and found.meanings[index].phase:
                 return found.meanings[index]
         return NOTHING
+
+    def phase_served(self, unit: str, lane: int, time: float) -> str:
+        """The phase that a gather of `unit` serves which starts on `lane` at `time`: that in which the unit computes
+        next, since a backward's first gathers start at the end of the forward; "" when nothing follows."""
+        stretches = self._phases.get(unit, [])
+        index = bisect_right(stretches, time, key=lambda stretch: stretch[0])
+        return stretches[index][1] if index < len(stretches) else self.next_compute(lane, time).phase
 
     def compute_segments(self, lane: int) -> list[tuple[float, Meaning]]:
         """(begin, meaning) of each stretch of compute on a lane whose unit is known."""

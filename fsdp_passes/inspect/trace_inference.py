@@ -32,7 +32,7 @@ def infer_units(collectives: list[Collective], contexts: Contexts) -> None:
         if one.launch is None:
             continue
         if not one.phase:
-            one.phase = contexts.next_compute(*one.launch).phase
+            one.phase = contexts.phase_served(one.unit, *one.launch)
         if one.unit:
             continue
         if one.kind == "all_gather" and contexts.compute_segments(one.launch[0]):

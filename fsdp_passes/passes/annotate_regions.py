@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from fsdp_passes.ops import REGION_BEGIN, REGION_END
@@ -10,7 +12,7 @@ from fsdp_passes.regions import BACKWARD_COMPUTE, FORWARD_COMPUTE
 from fsdp_passes.schedule import START, bucket_of, role_of
 
 
-def annotate_regions(graph: fx.Graph, *, labels: dict[int, fx.Node], is_backward: bool) -> int:
+def annotate_regions(graph: fx.Graph, *, labels: dict[int, fx.Node], is_backward: bool, is_shown: bool = True) -> int:
     """Open a region before a unit's first compute and close it behind its last; and one around each collective's start.
 
     A compute step belongs to the unit whose gathered parameters it reads, or else to the unit of the step before it.
@@ -18,13 +20,15 @@ def annotate_regions(graph: fx.Graph, *, labels: dict[int, fx.Node], is_backward
     root's embedding and head) gets several regions.
 
     `labels`: unit index -> the graph input that holds the unit's name.
+    `is_shown`: without, there are only those around starts, and no profiler sees them: a start that fails is named by
+    its region.
 
     Requires: the final order of the graph. Does nothing without labels, or where regions are already.
     Returns: number of regions.
     """
     if any(node.target is REGION_BEGIN for node in graph.nodes):
         return 0
-    owners = unit_of_compute(graph)
+    owners = unit_of_compute(graph) if is_shown else {}
     phase = BACKWARD_COMPUTE if is_backward else FORWARD_COMPUTE
     compute = [node for node in graph.nodes if node in owners]
     segments: list[tuple[int, fx.Node, fx.Node]] = []
@@ -36,19 +40,20 @@ def annotate_regions(graph: fx.Graph, *, labels: dict[int, fx.Node], is_backward
             segments.append((unit, node, node))
     segments = [segment for segment in segments if segment[0] in labels]
     for unit, first, last in segments:
-        _enclose(graph, labels[unit], phase, first, last)
+        _enclose(graph, (labels[unit], phase), first, last)
     num_regions = len(segments)
     for node in [node for node in graph.nodes if role_of(node) == START]:
         bucket = bucket_of(node)
         if bucket is not None and bucket.unit in labels:
-            _enclose(graph, labels[bucket.unit], bucket.kind, node, node)
+            arguments = (labels[bucket.unit], bucket.kind)
+            _enclose(graph, arguments if is_shown else (*arguments, False), node, node)
             num_regions += 1
     return num_regions
 
 
-def _enclose(graph: fx.Graph, label: fx.Node, phase: str, first: fx.Node, last: fx.Node) -> None:
+def _enclose(graph: fx.Graph, arguments: tuple[Any, ...], first: fx.Node, last: fx.Node) -> None:
     with graph.inserting_before(first):
-        begin = graph.call_function(REGION_BEGIN, (label, phase))
+        begin = graph.call_function(REGION_BEGIN, arguments)
     with graph.inserting_after(last):
-        end = graph.call_function(REGION_END, (label,))
+        end = graph.call_function(REGION_END, arguments[:1])
     begin.meta["val"] = end.meta["val"] = None

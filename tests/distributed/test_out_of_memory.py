@@ -18,6 +18,8 @@ from fsdp_passes.errors import CollectiveError
 from fsdp_passes.unit import unit_of
 from tests.distributed.checks import float_batches
 from tests.faults import catch, run
+from tests.graphs import one_rank as one_rank
+from tests.inductor_code import NO_CACHE, kernels_that_do_nothing
 from tests.ranks import RankPool
 from tests.training import build, my_share, whole
 
@@ -71,13 +73,16 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def sharded(way: str, timeout_s: float, kind: str = "all_gather") -> tuple[nn.Module, Any, nn.Module]:
+def sharded(
+    way: str, timeout_s: float, kind: str = "all_gather", *, nvtx: bool = True
+) -> tuple[nn.Module, Any, nn.Module]:
     """With replicas where `kind` is the collective between these."""
     model, reference = build(Model)
     shape = (2, 1) if kind == "all_reduce" else (2,)
     fully_shard(model, mesh=init_device_mesh("cpu", shape), units=["layers.*", "scales.*"])
     model.set_collective_timeout(timeout_s)
-    call = model if way == "fallback" else torch.compile(model, backend=overlap_fsdp, options={"inner": way})
+    options = {"inner": way, "nvtx": nvtx}
+    call = model if way == "fallback" else torch.compile(model, backend=overlap_fsdp, options=options)
     return model, call, reference
 
 
@@ -102,9 +107,9 @@ def step(
     model.zero_grad()
 
 
-def all_run_short(way: str, where: str, kind: str = "all_gather") -> tuple[str, str]:
+def all_run_short(way: str, where: str, kind: str, nvtx: bool) -> tuple[str, str]:
     """A step, one in which no rank has the memory and that is given up, and two more; the error."""
-    model, call, reference = sharded(way, 60.0, kind)
+    model, call, reference = sharded(way, 60.0, kind, nvtx=nvtx)
     step(model, call, 0)
     pending = torch._C._distributed_c10d._get_work_registry_size()
     error, _ = catch(Exception, lambda: step(model, call, 1, where, kind=kind))
@@ -127,13 +132,27 @@ def all_run_short(way: str, where: str, kind: str = "all_gather") -> tuple[str, 
     ("kind", "where"),
     [("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "backward"), ("all_reduce", "backward")],
 )
-@pytest.mark.parametrize("way", ["fallback", "aot_eager"])
+@pytest.mark.parametrize(("way", "nvtx"), [("fallback", True), ("aot_eager", True), ("aot_eager", False)])
 def test_ranks_that_run_short_together_may_catch_it_and_go_on(
-    two_ranks: RankPool, way: str, where: str, kind: str
+    two_ranks: RankPool, way: str, nvtx: bool, where: str, kind: str
 ) -> None:
-    for error, notes in two_ranks.run(f"{HERE}:all_run_short", way=way, where=where, kind=kind):
+    for error, notes in two_ranks.run(f"{HERE}:all_run_short", way=way, where=where, kind=kind, nvtx=nvtx):
         assert error == "OutOfMemoryError", "it can be caught as what it is"
         assert sys.version_info < (3, 11) or f"expected to start its {kind}" in notes, notes
+
+
+@pytest.mark.parametrize("nvtx", [True, False])
+@pytest.mark.usefixtures("one_rank")
+def test_a_start_that_fails_in_generated_code_is_named(nvtx: bool) -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)), units=["*"])
+    call = torch.compile(model, backend=overlap_fsdp, options={"nvtx": nvtx, "inductor": NO_CACHE})
+    with kernels_that_do_nothing():
+        call(torch.ones(2, DIM)).sum().backward()  # which compiles it
+        loss = call(torch.ones(2, DIM)).sum()
+        with NoMemory("reduce_scatter"), pytest.raises(torch.OutOfMemoryError) as caught:
+            loss.backward()
+    notes = " ".join(getattr(caught.value, "__notes__", []))
+    assert sys.version_info < (3, 11) or "unit '0': expected to start its reduce_scatter" in notes, notes
 
 
 def one_runs_short(way: str, where: str) -> dict[str, Any]:

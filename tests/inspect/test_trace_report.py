@@ -207,6 +207,25 @@ def test_collectives_of_compiled_code_get_their_units_from_the_order_of_the_regi
     ]
 
 
+def test_a_gather_at_the_end_of_the_forward_that_the_backward_reads_counts_there(tmp_path: Path) -> None:
+    """A compiled forward starts the first gathers of its backward, which runs on another thread."""
+    trace = GpuTrace()
+    trace.annotate("FSDP:layers.0:all_gather", 10, 11)
+    trace.collective(ALL_GATHER, 100, 150, launch=10.5)
+    trace.annotate("FSDP:layers.0:forward_compute", 20, 28)
+    trace.kernel("triton", 200, 250, launch=21)
+    trace.annotate("FSDP:layers.0:all_gather", 30, 31)
+    trace.collective(ALL_GATHER, 300, 350, launch=30.5)
+    trace.annotate("FSDP:root:forward_compute", 40, 48)
+    trace.kernel("triton", 400, 450, launch=41)
+    trace.annotate("FSDP:layers.0:backward_compute", 60, 68, thread=AUTOGRAD)
+    trace.kernel("triton", 600, 650, launch=61, thread=AUTOGRAD)
+    assert [(c.unit, c.phase) for c in report_of(trace, tmp_path).collectives] == [
+        ("layers.0", "forward"),
+        ("layers.0", "backward"),
+    ]
+
+
 def test_nothing_is_guessed_where_gathers_and_units_do_not_match(tmp_path: Path) -> None:
     trace = GpuTrace()
     trace.annotate("FSDP:layers.0:forward_compute", 20, 30)

@@ -147,11 +147,19 @@ def test_annotating_again_changes_nothing() -> None:
 
 
 @pytest.mark.usefixtures("eight_fake_ranks")
-def test_nvtx_false_leaves_the_pass_out() -> None:
-    for graph in transformer_record(nvtx=False).graphs:
-        assert list(graph.passes)[-1] == "prefetch_across_graphs"
-        assert "region" not in graph.passes["schedule_one_layer_ahead"]
-        assert "uint8[256]" not in graph.passes["schedule_one_layer_ahead"]
+def test_nvtx_false_leaves_only_the_regions_around_starts_and_no_profiler_sees_them() -> None:
+    for shown, graph in zip(transformer_record().graphs, transformer_record(nvtx=False).graphs, strict=True):
+        compute = f"'{graph.phase}_compute'"
+        found, of_shown = (
+            [
+                line.partition(" = ")[2]
+                for line in record.passes["annotate_regions"].splitlines()
+                if "region_begin" in line
+            ]
+            for record in (graph, shown)
+        )
+        assert found == [f"{line[:-1]}, False)" for line in of_shown if compute not in line]
+        assert graph.passes["annotate_regions"].count("region_end.default") == len(found)
 
 
 @pytest.mark.usefixtures("eight_fake_ranks")
