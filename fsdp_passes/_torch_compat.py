@@ -34,6 +34,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch._inductor.virtualized import V
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -102,6 +103,7 @@ __all__ = [
     "storage_address",
     "strided_shard",
     "symbols_apart",
+    "tangents_of",
     "trace_artifact",
     "tree_leaves",
     "tree_map_only",
@@ -191,6 +193,14 @@ def inside_transforms(tensor: torch.Tensor) -> list[torch.Tensor]:
     while torch._C._functorch.is_functorch_wrapped_tensor(found[-1]):
         found.append(torch._C._functorch.get_unwrapped(found[-1]))
     return found
+
+
+def tangents_of(values: Sequence[object]) -> list[torch.Tensor]:
+    """What forward-mode differentiation carries along with tensors among `values`; nothing where it does not run."""
+    if forward_ad._current_level < 0:
+        return []
+    tangents = [forward_ad.unpack_dual(value).tangent for value in values if isinstance(value, torch.Tensor)]
+    return [tangent for tangent in tangents if tangent is not None]
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:

@@ -27,6 +27,7 @@ from fsdp_passes._torch_compat import (
     local_tensor,
     never_compile_alone,
     storage_address,
+    tangents_of,
     tree_leaves,
     tree_map_only,
 )
@@ -199,8 +200,9 @@ def _end_forward(unit: FsdpUnit, output: Any) -> None:
     for param in unit.params:
         param.check_unwritten()
     leaves = tree_leaves(output)
-    levels = [level for leaf in leaves if isinstance(leaf, torch.Tensor) for level in inside_transforms(leaf)]
-    tensors = [level for level in levels if level.requires_grad]
+    outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    outputs += tangents_of(outputs)
+    tensors = [level for tensor in outputs for level in inside_transforms(tensor) if level.requires_grad]
     if tensors:
         hook = functools.partial(pre_backward, unit)
         torch.autograd.graph.register_multi_grad_hook(tensors, lambda grad: hook(), mode="any")
