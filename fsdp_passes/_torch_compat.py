@@ -34,6 +34,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch._inductor.virtualized import V
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -104,6 +105,7 @@ __all__ = [
     "switch_autograd",
     "switches_autograd_on",
     "symbols_apart",
+    "tangents_of",
     "trace_artifact",
     "tree_leaves",
     "tree_map_only",
@@ -204,6 +206,14 @@ def with_bases_of_views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     bases = [tensor._base for tensor in tensors]
     return [*tensors, *[base for base in bases if base is not None and base.grad_fn is not None]]
+
+
+def tangents_of(values: Sequence[object]) -> list[torch.Tensor]:
+    """What forward-mode differentiation carries along with tensors among `values`; nothing where it does not run."""
+    if forward_ad._current_level < 0:
+        return []
+    tangents = [forward_ad.unpack_dual(value).tangent for value in values if isinstance(value, torch.Tensor)]
+    return [tangent for tangent in tangents if tangent is not None]
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:

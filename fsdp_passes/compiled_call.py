@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_passes._torch_compat import has_gradient_hooks, is_in_backward, make_dtensor, writes_gradient
+from fsdp_passes._torch_compat import has_gradient_hooks, is_in_backward, make_dtensor, tangents_of, writes_gradient
 from fsdp_passes.context import ensure_reduce_group
 from fsdp_passes.eager_backward import gradient_sinks, queue_end_of_backward, watch_backward
-from fsdp_passes.errors import StaleParametersError
+from fsdp_passes.errors import ForwardModeError, StaleParametersError
 from fsdp_passes.gather_ops import await_left_behind
 from fsdp_passes.gathering import forget_whole_gradients, release_on_demand, undo_interrupted
 from fsdp_passes.gradients import write_at_home
@@ -195,6 +195,8 @@ class CompiledCall:
         if are_active():
             return self.stand_in(args)
         params[0].unit.check_group()
+        if tangents_of(args):
+            raise ForwardModeError(params[0].unit.display_name)
         inputs = list(args)
         # Inside of `inference_mode`, enabling gradients changes nothing.
         needs_grad = torch.is_grad_enabled() or (self.enables_grad and not torch.is_inference_mode_enabled())

@@ -27,6 +27,7 @@ from fsdp_passes._torch_compat import (
     local_tensor,
     never_compile_alone,
     storage_address,
+    tangents_of,
     tree_leaves,
     tree_map_only,
 )
@@ -199,7 +200,9 @@ def _end_forward(unit: FsdpUnit, output: Any) -> None:
     for param in unit.params:
         param.check_unwritten()
     leaves = tree_leaves(output)
-    levels = [level for leaf in leaves if isinstance(leaf, torch.Tensor) for level in inside_transforms(leaf)]
+    outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    outputs += tangents_of(outputs)
+    levels = [level for tensor in outputs for level in inside_transforms(tensor)]
     announce_backward(levels, functools.partial(pre_backward, unit))
     # An output that hides its tensors in an object of unknown type cannot announce the backward: stay gathered.
     hides_tensors = torch.is_grad_enabled() and any(not _is_plain(leaf) for leaf in leaves)

@@ -196,6 +196,17 @@ class ComplexParameterError(FsdpError, NotImplementedError):
         )
 
 
+class ForwardModeError(FsdpError, NotImplementedError):
+    """Compiled code is called with tensors that carry tangents of forward-mode differentiation."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__(
+            f"unit {unit!r}: expected inputs of compiled code without tangents, found some of "
+            "torch.autograd.forward_ad, which compiled code does not carry on. Call the model uncompiled there, or use "
+            "torch.func.jvp, in which it runs uncompiled."
+        )
+
+
 class CapturedParameterError(FsdpError, ValueError):
     """A module keeps a second reference to a parameter, which sharding could not replace."""
 

@@ -61,8 +61,11 @@ def start_gather(unit: FsdpUnit) -> None:
                 context.offloading.note_reads(device)
             if stream is not None:
                 _complete(gathers)  # the communication stream waits, not the host: NCCL runs on a stream of its own
-    except BaseException as error:
-        _give_up(unit, gathers if isinstance(error, Exception) else [])  # somebody who interrupts does not want to wait
+    except Exception:
+        _give_up(unit, gathers)
+        raise
+    except BaseException:  # somebody who interrupts does not want to wait: what touches the unit next does
+        unit.pending_gather = functools.partial(_give_up, unit, gathers)
         raise
     done = stream.record_event() if stream is not None else None
 
@@ -81,6 +84,7 @@ def start_gather(unit: FsdpUnit) -> None:
 def _give_up(unit: FsdpUnit, gathers: list[Gather]) -> None:
     """A gather of the unit could not be started, for lack of memory for instance: wait for those of its other dtypes,
     which still write, and queue the release of all."""
+    unit.pending_gather = None
     for _, _, work in gathers:
         with contextlib.suppress(Exception):  # a rank has ended: what was raised says more
             work.wait()
@@ -117,9 +121,9 @@ def release_kept(context: FsdpContext) -> None:
 
 def release(unit: FsdpUnit) -> None:
     """Queue the release of the unit's gathered storage behind everything that was queued on the compute stream."""
+    finish_gather(unit)
     if unit.gathered_versions is None:
         return
-    finish_gather(unit)
     unit.gathered_versions = None
     unit.is_kept = False
     params, context = list(unit.params), unit.context
@@ -211,10 +215,9 @@ def undo(context: FsdpContext) -> None:
         for scalar in unit.scalars:
             scalar.placeholder.grad = None
         drop_parts(unit)
-        try:
-            release(unit)
-        except CollectiveError:
-            unit.pending_gather = None
+        # A group that failed is not waited for: the unit's gather may still run, on a thread of gloo that would write
+        # into memory that is gone. The unit keeps its memory, and its next use raises again.
+        with contextlib.suppress(CollectiveError):
             release(unit)
     forget_whole_gradients(context)
     context.drain_delayed_releases(0)

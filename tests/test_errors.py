@@ -36,6 +36,7 @@ EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
     errors.MutatedParameterError: ("layers.0.weight",),
     errors.ReplacedParameterError: ("head.weight", (8, 4), "a whole tensor of shape (8, 4)"),
     errors.ComplexParameterError: ("filter.weight", "torch.complex64"),
+    errors.ForwardModeError: ("layers.0",),
     errors.ReturnedParameterError: ("head.weight",),
     errors.StaleOptimizerError: ("AdamW", 3, 4, "layers.0.weight"),
     errors.ScheduleError: ("forward graph of units root", ["all_gather 0 (unit 0): is started but never awaited", "b"]),
@@ -164,6 +165,10 @@ head.weight: expected the DTensor of shape (8, 4) that fully_shard made, or one 
 filter.weight: expected parameters of real numbers in compiled code, found torch.complex64, which collectives in
         graphs do not take. Train without torch.compile, or keep the parameter as pairs of real numbers and read it
         through torch.view_as_complex.
+[ForwardModeError]
+unit 'layers.0': expected inputs of compiled code without tangents, found some of torch.autograd.forward_ad, which
+        compiled code does not carry on. Call the model uncompiled there, or use torch.func.jvp, in which it runs
+        uncompiled.
 [ReturnedParameterError]
 head.weight: expected the compiled function to return what it computes, found that it returns this parameter itself,
         whose gathered values are gone by then. Return parameter.clone() instead, or read the parameter outside of

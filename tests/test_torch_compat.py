@@ -348,3 +348,12 @@ def test_transforms_of_torch_func_are_seen_through_and_left() -> None:
     plain = torch.ones(2)
     assert compat.inside_transforms(plain)[0] is plain
     assert len(compat.inside_transforms(plain)) == 1
+
+
+def test_tangents_of_forward_mode_are_found_where_it_runs() -> None:
+    x, direction = torch.ones(2), torch.full((2,), 3.0)
+    assert compat.tangents_of([x]) == []
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, direction)
+        (tangent,) = compat.tangents_of([2 * dual, x, torch.arange(2), None, 1])
+    assert torch.equal(tangent, 2 * direction)

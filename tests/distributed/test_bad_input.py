@@ -401,7 +401,7 @@ def complex_parameter() -> None:
 
 
 def test_complex_parameters_train_uncompiled_and_compiled_code_refuses_them(two_ranks: RankPool) -> None:
-    """Collectives of pairs of real numbers: handed to gloo as they are, complex ones crashed."""
+    """Collectives of pairs of real numbers: gloo does not gather complex ones as a group."""
     two_ranks.run(f"{HERE}:complex_parameter")
 
 

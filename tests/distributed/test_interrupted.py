@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import pathlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,8 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_passes import fully_shard, overlap_fsdp
+from fsdp_passes.errors import CollectiveError
 from fsdp_passes.regions import num_open_regions
 from fsdp_passes.unit import unit_of
 from tests.distributed.checks import WAYS, call_of, float_batches
@@ -162,3 +167,73 @@ def test_an_inductor_backward_that_raises_leaves_nothing_behind_out_of_autograd_
         outcomes = run(f"{HERE}:interrupted_with_caches", 2, folder=str(tmp_path))
         assert [outcome.error for outcome in outcomes] == ["", ""]
         assert [outcome.result > 0 for outcome in outcomes] == [is_warm, is_warm]
+
+
+# ---- gathers that go on behind an error ------------------------------------------------------------------------------
+
+WIDTH = 256
+
+
+class TwoDtypes(nn.Module):
+    """As a unit it is gathered with two collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(self.narrow(x).double()).float()
+
+
+def make_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), TwoDtypes())
+
+
+class InterruptedGather(TorchDispatchMode):
+    """To the second gather rank 1 comes late; the third is interrupted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and "allgather" in str(func):
+            self.num_seen += 1
+            if self.num_seen == 2:
+                time.sleep(0.5 * dist.get_rank())
+            elif self.num_seen == 3:
+                raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+def interrupted_gather() -> None:
+    model, reference = build(make_layers)
+    fully_shard(model, units=["*"])
+    model[0].set_modules_to_forward_prefetch([])  # whose gather would give the interrupted one new memory at once
+    x = torch.ones(4, WIDTH)
+    with InterruptedGather(), pytest.raises(KeyboardInterrupt):
+        model(x)
+    torch.testing.assert_close(model(x), reference(x))
+
+
+def failed_group() -> None:
+    group = dist.new_group()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    unknown_to_gloo = MixedPrecisionPolicy(param_dtype=torch.float8_e4m3fn)
+    failing = fully_shard(nn.Linear(DIM, DIM), mesh=mesh, mp_policy=unknown_to_gloo)
+    with pytest.raises(CollectiveError, match="Invalid scalar type"):
+        failing(torch.ones(1, DIM))
+    model = fully_shard(make_layers(), mesh=mesh, units=["*"])
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match="Invalid scalar type"):
+            model(torch.ones(1, WIDTH))
+        unit = unit_of(model[0])
+        assert unit is not None
+        assert all(param.placeholder.untyped_storage().nbytes() for param in unit.params)
+    dist.barrier(group)  # behind the gather: gloo's thread is through with it
+
+
+@pytest.mark.parametrize("case", ["interrupted_gather", "failed_group"])
+def test_a_gather_that_nobody_waited_for_keeps_its_memory(two_ranks: RankPool, case: str) -> None:
+    """A thread of gloo still writes there: where the memory was released, that ended the process."""
+    two_ranks.run(f"{HERE}:{case}")

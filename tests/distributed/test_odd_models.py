@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from fsdp_passes import fully_shard
+from fsdp_passes.errors import ForwardModeError
 from tests.distributed.checks import WAYS, assert_trains_as_unsharded, call_of, float_batches
 from tests.ranks import RankPool
 from tests.training import assert_same, build, my_share, train, whole
@@ -467,6 +469,51 @@ def transforms(way: str) -> None:
     for jacobian in (torch.func.jacrev, torch.func.jacfwd):
         row = batches[0][0][0]
         torch.testing.assert_close(jacobian(call)(row), jacobian(reference)(row), rtol=0, atol=1e-5)
+
+
+def tangents(way: str) -> None:
+    """Losses of what a forward gives and of its derivative along a direction. The second layer is frozen."""
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
+        model[1].requires_grad_(False)
+        return model
+
+    def dual(module: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+        def loss(x: Tensor) -> Tensor:
+            with forward_ad.dual_level():
+                y, tangent = forward_ad.unpack_dual(module(forward_ad.make_dual(x, x.cos())))
+            return (y - tangent).square().mean()
+
+        return loss
+
+    def jvp(module: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+        def loss(x: Tensor) -> Tensor:
+            y, tangent = torch.func.jvp(module, (x,), (x.cos(),))
+            return (y.detach() - tangent).square().mean()
+
+        return loss
+
+    model, reference = build(make)
+    fully_shard(model, units=["0", "1", "3"])
+    call = call_of(model, way)
+    batches = float_batches(2, 8, DIM)
+    try:
+        found = train(model, batches, sharded=True, call=dual(call))
+    except ForwardModeError:
+        assert way != "fallback"
+        assert torch.__version__ < "2.14", "what is called there is not compiled any more"
+    else:
+        assert_same(found, train(reference, batches, sharded=False, call=dual(reference)))
+    found = train(model, batches, sharded=True, call=jvp(call))
+    assert_same(found, train(reference, batches, sharded=False, call=jvp(reference)))
+    found = train(model, batches, sharded=True, call=lambda x: call(x).square().mean())
+    assert_same(found, train(reference, batches, sharded=False, call=lambda x: reference(x).square().mean()))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_derivatives_in_forward_mode_train_as_unsharded_or_are_refused(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:tangents", way=way)
 
 
 @pytest.mark.parametrize("way", WAYS)
