@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from fsdp_passes.context import FsdpContext
+from fsdp_passes.errors import CollectiveError
 from fsdp_passes.gathering import finish_gather
 
 
@@ -30,6 +31,7 @@ def wait_for_communication() -> None:
     """Wait for every gather that any model of this process has started ahead of its use."""
     for context in [found for found in gc.get_objects() if type(found) is FsdpContext]:
         for unit in context.units:
-            finish_gather(unit)
+            with contextlib.suppress(CollectiveError):  # of a group that has failed: it is over
+                finish_gather(unit)
         for started in context.lookahead.started.values():
             started.work.wait()
