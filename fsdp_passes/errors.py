@@ -275,17 +275,6 @@ class ReturnedParameterError(FsdpError, RuntimeError):
         )
 
 
-class StaleOptimizerError(FsdpError, RuntimeError):
-    """An optimizer steps parameters that `fully_shard` has replaced."""
-
-    def __init__(self, optimizer: str, num_replaced: int, num_params: int, first: str) -> None:
-        super().__init__(
-            f"{optimizer}: expected an optimizer of the sharded parameters, found that {num_replaced} of its "
-            f"{num_params} parameters are those that fully_shard replaced ({first!r} first), which nothing computes "
-            "with: it would train nothing. Make the optimizer after fully_shard."
-        )
-
-
 class ScheduleError(FsdpError, AssertionError):
     """The schedule of a graph, or the final order of its kernels, breaks an invariant."""
 

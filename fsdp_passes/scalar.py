@@ -61,11 +61,6 @@ class FsdpScalar:
             self.placeholder.register_post_accumulate_grad_hook(self._reduce)
             self.placeholder.requires_grad_(param.requires_grad)
 
-    @property
-    def qualified_name(self) -> str:
-        """`<unit>.<name>`, for messages."""
-        return f"{self.unit.name}.{self.name}" if self.unit.name else self.name
-
     def shard(self) -> torch.Tensor:
         """The value on this rank. Picks up a DTensor that replaced ours, as `FsdpParameter.shard` does."""
         module, name = self.references[0]

@@ -22,7 +22,6 @@ from fsdp_passes.foreign import WHY_FOREIGN_GRAPHS_BREAK, is_traced_by_foreign_b
 from fsdp_passes.fsdp_module import FsdpModule
 from fsdp_passes.mesh import shard_subgroup
 from fsdp_passes.offload import Home
-from fsdp_passes.optimizers import check_optimizers
 from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.scalar import FsdpScalar
 from fsdp_passes.sharding_plan import (
@@ -94,7 +93,6 @@ def fully_shard(
     home = Home.of(offload_policy, mesh)
     for target, params in plans:
         _make_unit(target, params, mesh, mp_policy, reshard, kept_group, ignored, home)
-    check_optimizers()
     return module
 
 

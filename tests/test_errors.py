@@ -38,7 +38,6 @@ EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
     errors.ComplexParameterError: ("filter.weight", "torch.complex64"),
     errors.ForwardModeError: ("layers.0",),
     errors.ReturnedParameterError: ("head.weight",),
-    errors.StaleOptimizerError: ("AdamW", 3, 4, "layers.0.weight"),
     errors.ScheduleError: ("forward graph of units root", ["all_gather 0 (unit 0): is started but never awaited", "b"]),
     errors.ScheduleDisagreementError: ("forward graph on group '0': ranks differ", (1,)),
     errors.CollectiveError: (
@@ -173,10 +172,6 @@ unit 'layers.0': expected inputs of compiled code without tangents, found some o
 head.weight: expected the compiled function to return what it computes, found that it returns this parameter itself,
         whose gathered values are gone by then. Return parameter.clone() instead, or read the parameter outside of
         the compiled function, which gives the sharded DTensor.
-[StaleOptimizerError]
-AdamW: expected an optimizer of the sharded parameters, found that 3 of its 4 parameters are those that fully_shard
-        replaced ('layers.0.weight' first), which nothing computes with: it would train nothing. Make the optimizer
-        after fully_shard.
 [ScheduleError]
 forward graph of units root: expected a schedule that keeps every invariant, found 2 violation(s):
   - all_gather 0 (unit 0): is started but never awaited

@@ -356,23 +356,6 @@ def test_whole_tensors_in_the_place_of_shards(two_ranks: RankPool, way: str) -> 
     two_ranks.run(f"{HERE}:replaced_parameter", way=way)
 
 
-@pytest.mark.usefixtures("eight_fake_ranks")
-def test_an_optimizer_that_was_made_before_sharding() -> None:
-    """Its first step raises, also where it made one before; one of the shards steps, eager or compiled."""
-    model = Model()
-    early = torch.optim.SGD(model.parameters())
-    early.step()
-    fully_shard(model, units=["layers.*"])
-    with pytest.raises(errors.StaleOptimizerError, match=r"^SGD: .* 6 of its 6 .*'layers\.0\.weight' first"):
-        early.step()
-    late = torch.optim.SGD(model.parameters(), lr=1.0)
-    for step in (late.step, torch.compile(late.step, backend="eager")):
-        before = model.head.bias.to_local().clone()
-        model.head.bias.grad = torch.ones_like(model.head.bias)
-        step()
-        assert torch.equal(model.head.bias.to_local(), before - 1)
-
-
 class Complex(nn.Module):
     """Five rows, so that one rank's are padded."""
 
