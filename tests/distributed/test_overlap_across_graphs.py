@@ -146,10 +146,10 @@ def recorded_reductions() -> Iterator[list[str]]:
     names: list[str] = []
     push_region, await_named = regions.push_region, reduction.await_named
 
-    def note_region(name: str) -> None:
+    def note_region(name: str, *, is_shown: bool = True) -> None:
         if not name.endswith(":all_gather"):
             names.append(name.removeprefix("FSDP:"))
-        push_region(name)
+        push_region(name, is_shown=is_shown)
 
     def note_wait(unit: FsdpUnit, kind: str, *rest: Any) -> None:
         names.append(f"{unit.display_name}:wait")
