@@ -11,8 +11,11 @@ cast inputs and outputs, which the compiler traces.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import sys
+import types
 from typing import Any
 
 import torch
@@ -28,8 +31,10 @@ from fsdp_passes._torch_compat import (
     never_compile_alone,
     storage_address,
     tangents_of,
+    tree_flatten,
     tree_leaves,
     tree_map_only,
+    tree_unflatten,
 )
 from fsdp_passes.context import FsdpContext, Phase
 from fsdp_passes.eager_backward import announce_backward, pre_backward, unit_has_input_gradients, watch_gradient
@@ -56,6 +61,8 @@ from fsdp_passes.regions import (
     region_name,
 )
 from fsdp_passes.unit import FsdpUnit, unit_of
+
+_DEPTH_OF_OBJECTS = 3  # how many objects in objects are searched for parameters in what a forward returns
 
 
 def install_hooks(module: nn.Module) -> None:
@@ -155,8 +162,7 @@ def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 @torch.compiler.disable(reason=WHY_FOREIGN_GRAPHS_BREAK)  # type: ignore[untyped-decorator]
 def _leave_forward(unit: FsdpUnit, output: Any) -> Any:
-    output = tree_map_only(nn.Parameter, _copy_of_gathered, output)
-    output = _copy_views_of_gathered(unit.context, output)
+    output = _copy_gathered(unit.context, output)
     if unit.may_run_eagerly:
         unit.may_run_eagerly = False  # all of it was compiled
     elif not is_in_backward() and not unit.is_in_method:
@@ -164,29 +170,46 @@ def _leave_forward(unit: FsdpUnit, output: Any) -> Any:
     return output
 
 
-def _copy_of_gathered(tensor: nn.Parameter) -> torch.Tensor:
-    """What a forward may return in place of a parameter: the parameter's own memory is released before it is read."""
-    param = fsdp_parameter_of(tensor)
-    if param is None:
-        return tensor
-    if not param.unit.is_unsharded:
-        _gather_on_demand(param.unit)
-    return tensor.clone()
-
-
-def _copy_views_of_gathered(context: FsdpContext, output: Any) -> Any:
-    """`output` with a copy in place of each tensor that lies in gathered memory: `weight.t()`, `weight[2:]`.
+def _copy_gathered(context: FsdpContext, output: Any, depth: int = _DEPTH_OF_OBJECTS) -> Any:
+    """`output` with a copy in place of each parameter, and of each tensor that lies in gathered memory: `weight.t()`,
+    `weight[2:]`. It is `output` itself if there are none.
 
     Also behind a root or another unit that stays gathered: the caller may read its output when the backward is over.
     """
-    addresses = context.gathered_addresses
-
-    def is_gathered(tensor: torch.Tensor) -> bool:
-        return storage_address(local_tensor(tensor) if isinstance(tensor, DTensor) else tensor) in addresses
-
-    if not addresses or not any(is_gathered(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)):
+    leaves, structure = tree_flatten(output)
+    copied = [_copy_leaf(context, leaf, depth) for leaf in leaves]
+    if all(new is old for new, old in zip(copied, leaves, strict=True)):
         return output
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.clone() if is_gathered(tensor) else tensor, output)
+    return tree_unflatten(copied, structure)
+
+
+def _copy_leaf(context: FsdpContext, leaf: Any, depth: int) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        param = fsdp_parameter_of(leaf)
+        if param is None:
+            address = storage_address(local_tensor(leaf) if isinstance(leaf, DTensor) else leaf)
+            return leaf.clone() if address in context.gathered_addresses else leaf
+        # The parameter's own memory is released before it is read.
+        if not param.unit.is_unsharded:
+            _gather_on_demand(param.unit)
+        return leaf.clone()
+    if not depth or _is_plain(leaf) or isinstance(leaf, nn.Module | type | types.FunctionType | types.ModuleType):
+        return leaf
+    # An object of a class that PyTorch does not know as a container. It is copied, too: somebody may hold on to it.
+    attributes = dict(getattr(leaf, "__dict__", {}))
+    if dataclasses.is_dataclass(leaf):  # may have slots
+        attributes |= {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
+    changed = {}
+    for name, value in attributes.items():
+        new = _copy_gathered(context, value, depth - 1)
+        if new is not value:
+            changed[name] = new
+    if not changed:
+        return leaf
+    leaf = copy.copy(leaf)
+    for name, value in changed.items():
+        object.__setattr__(leaf, name, value)  # it may be frozen
+    return leaf
 
 
 def _end_forward(unit: FsdpUnit, output: Any) -> None:
