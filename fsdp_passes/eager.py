@@ -49,6 +49,7 @@ from fsdp_passes.gathering import (
     keep_parts,
     release,
     release_kept,
+    release_on_demand,
     start_ahead,
     start_gather,
     undo_interrupted,
@@ -230,9 +231,13 @@ def _end_forward(unit: FsdpUnit, output: Any) -> None:
     # An output that hides its tensors in an object of unknown type cannot announce the backward: stay gathered.
     hides_tensors = torch.is_grad_enabled() and any(not _is_plain(leaf) for leaf in leaves)
     for owner in (unit, *unit.borrows_from) if not hides_tensors and not unit.is_borrowed_in(Phase.FORWARD) else ():
-        if owner.reshards_after_forward or not torch.is_grad_enabled():
+        # Code around this unit has read a weight ahead of it, and may hold on to that.
+        is_read_outside = owner in context.on_demand
+        if not is_read_outside and (owner.reshards_after_forward or not torch.is_grad_enabled()):
             keep_parts(owner)
             release(owner)
+    if not context.is_in_any_forward():
+        release_on_demand(context)
     if not context.is_in_forward():
         context.drain_delayed_releases(0)
         context.offloading.await_reads()  # the caller may write the shards now
@@ -264,8 +269,8 @@ def gather_for_eager_read(unit: FsdpUnit) -> None:
 def _gather_on_demand(unit: FsdpUnit) -> None:
     """Make the unit's parameters whole for eager code that no hook prepared.
 
-    They stay whole until the backward has ended, or without gradients until the next compiled graph runs: what reads
-    them is not known.
+    They stay whole until the backward has ended, or without gradients until the forward has, or the next compiled graph
+    runs: what reads them is not known.
     """
     if not is_in_backward():
         for param in unit.params:
