@@ -86,6 +86,8 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         elif not is_tracing_higher_order_op():
             unit.is_in_compiled_forward = True  # the compiler replays this at a graph break, before eager code runs
     elif is_in_compiled_region() and not is_in_foreign_region():
+        if not unit.context.is_in_any_forward() and not is_in_backward():
+            release_kept(unit.context)
         unit.may_run_eagerly = True
     elif not unit.is_in_method:
         if is_in_compiled_region():
@@ -117,7 +119,8 @@ def _gather_for_forward(unit: FsdpUnit) -> None:
     if unit.is_root and context.phases:
         undo_interrupted(context)
     if not context.is_in_forward():
-        release_kept(context)
+        if not context.is_in_compiled_forward():  # else code around this unit may hold on to weights that it has read
+            release_kept(context)
         context.begin_forward()
     context.enter(unit, Phase.FORWARD)
     if unit not in context.forward_order:
@@ -166,6 +169,8 @@ def _leave_forward(unit: FsdpUnit, output: Any) -> Any:
     output = _copy_gathered(unit.context, output)
     if unit.may_run_eagerly:
         unit.may_run_eagerly = False  # all of it was compiled
+        if not unit.context.is_in_any_forward():
+            release_on_demand(unit.context)
     elif not is_in_backward() and not unit.is_in_method:
         _end_forward(unit, output)
     return output
