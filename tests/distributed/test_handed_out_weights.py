@@ -115,6 +115,19 @@ class HandsOutTied(nn.Module):
         return x.square().mean() + _used((rows, transposed))
 
 
+class ReadsAhead(nn.Module):
+    """Reads weights ahead of the units that own them, and uses them behind these units' forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.first.weight, self.second.weight
+        x = self.second(torch.tanh(self.first(x)))
+        return (torch.tanh(x @ first) @ second).square().mean() + second[0].sum()
+
+
 # ---- on the ranks ----------------------------------------------------------------------------------------------------
 
 
@@ -145,6 +158,18 @@ def views_of_others_train(way: str) -> None:
         _trains(lambda r=runs_inner: HandsOutNested(runs_inner=r), ["first", "first.inner", "second"], way)  # type: ignore[misc]
     torch._dynamo.reset()
     _trains(HandsOutTied, ["first", "second", "third"], way)
+
+
+def reads_ahead(way: str) -> None:
+    for reshard in (True, False):
+        torch._dynamo.reset()
+        _trains(ReadsAhead, ["first", "second"], way, reshard_after_forward=reshard)
+    if way == "fallback":
+        model = fully_shard(ReadsAhead(), units=["first", "second"])
+        with torch.no_grad():
+            model(torch.ones(1, DIM))
+        params = [param for unit in unit_of(model).context.units for param in unit.params]  # type: ignore[union-attr]
+        assert all(param.placeholder.untyped_storage().size() == 0 for param in params)
 
 
 def units_that_stay_gathered() -> None:
@@ -282,6 +307,11 @@ def test_views_of_a_weight_that_a_unit_returns_have_its_values_and_gradients(two
 @pytest.mark.parametrize("way", ["fallback", "aot_eager"])
 def test_views_of_nested_and_of_tied_weights_have_values_and_gradients(two_ranks: RankPool, way: str) -> None:
     two_ranks.run(f"{HERE}:views_of_others_train", way=way)
+
+
+@pytest.mark.parametrize("way", ["fallback", "aot_eager"])
+def test_weights_that_are_read_ahead_of_their_unit_are_whole_behind_it(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:reads_ahead", way=way)
 
 
 def test_views_of_a_weight_that_stays_gathered_outlive_the_backward(two_ranks: RankPool) -> None:
