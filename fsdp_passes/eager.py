@@ -86,9 +86,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         elif not is_tracing_higher_order_op():
             unit.is_in_compiled_forward = True  # the compiler replays this at a graph break, before eager code runs
     elif is_in_compiled_region() and not is_in_foreign_region():
-        if not unit.context.is_in_any_forward() and not is_in_backward():
-            release_kept(unit.context)
-        unit.may_run_eagerly = True
+        _begin_compiled_forward(unit)
     elif not unit.is_in_method:
         if is_in_compiled_region():
             warn_of_foreign_region()
@@ -97,6 +95,13 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if dtype is None or not unit.mp_policy.cast_forward_inputs:
         return None
     return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+@torch.compiler.disable
+def _begin_compiled_forward(unit: FsdpUnit) -> None:
+    if not unit.context.is_in_any_forward() and not is_in_backward():
+        release_kept(unit.context)
+    unit.may_run_eagerly = True
 
 
 @torch.compiler.disable(reason=WHY_FOREIGN_GRAPHS_BREAK)  # type: ignore[untyped-decorator]
