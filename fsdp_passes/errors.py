@@ -254,13 +254,14 @@ class TraceFileError(FsdpError, ValueError):
 
 
 class MutatedParameterError(FsdpError, RuntimeError):
-    """A forward writes into a sharded parameter, and the write would be lost with the gathered copy."""
+    """Gathered values of a parameter were written, by a forward or behind `unshard()`; they are lost when released."""
 
     def __init__(self, parameter: str) -> None:
         super().__init__(
-            f"{parameter}: expected the forward only to read this parameter, found that it is modified in place (by an "
-            "embedding with max_norm, for instance). The change would be lost when the gathered weight is released. "
-            "Modify parameters outside of the forward, as an optimizer does."
+            f"{parameter}: expected a parameter that is only read while gathered, found that it is modified in "
+            "place: by the forward (an embedding with max_norm, for instance), or by hand behind unshard(). The change "
+            "would be lost when the gathered weight is released. Modify the sharded parameter, as an optimizer does: "
+            "outside of the forward, and behind reshard() where unshard() was called."
         )
 
 

@@ -22,7 +22,13 @@ from fsdp_passes.gather_start import Transfer, start, start_unregistered
 from fsdp_passes.lookahead import Entry
 from fsdp_passes.ops import c10d, library
 from fsdp_passes.parameter import FsdpParameter
-from fsdp_passes.regions import ALL_GATHER_REGION, close_regions_above, label_owner, num_open_regions
+from fsdp_passes.regions import (
+    ALL_GATHER_REGION,
+    close_regions_above,
+    is_innermost_region_shown,
+    label_owner,
+    num_open_regions,
+)
 from fsdp_passes.starts import name_failed_start, starting
 from fsdp_passes.unit import FsdpUnit
 from fsdp_passes.watchdog import await_named
@@ -165,14 +171,15 @@ def _enter(unit: FsdpUnit, request: GatherRequest, is_backward: bool) -> None:
     in_backward = is_in_backward()
     is_grad_enabled = in_backward or context.is_grad_enabled
     entry = Entry(request, True, is_backward, in_backward, is_grad_enabled)
-    start = functools.partial(_start_ahead, unit, requests)
+    # This runs inside of the graph's own region around the start, which its options show or hide. So it is next time.
+    start = functools.partial(_start_ahead, unit, requests, is_shown=is_innermost_region_shown())
     if lookahead.enter(entry, start):
         drop_started(context)
 
 
-def _start_ahead(unit: FsdpUnit, requests: list[GatherRequest]) -> None:
+def _start_ahead(unit: FsdpUnit, requests: list[GatherRequest], *, is_shown: bool) -> None:
     drop_started(unit.context)
-    with starting(unit, ALL_GATHER_REGION):
+    with starting(unit, ALL_GATHER_REGION, is_shown=is_shown):
         for request in requests:
             shards = [param.shard() for param in request.params]
             versions = [param.values_version for param in request.params]

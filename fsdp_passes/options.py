@@ -41,7 +41,8 @@ class OverlapOptions:
             product of the backward then reads it from memory: a gated MLP saves the two products that it multiplies and
             not their product. False leaves the choice to AOTAutograd's defaults, which save such a tensor.
         nvtx: whether profilers see `FSDP:<unit>:forward_compute` / `backward_compute` around each unit's compute, and
-            `FSDP:<unit>:<collective>` around each start.
+            `FSDP:<unit>:<collective>` around each start. Of the graphs: what hooks of eager units start, and reductions
+            that are sent behind a graph (of accumulated gradients, of layers compiled one by one), are shown always.
         verify: whether to check the invariants on the graph and on Inductor's final kernel order.
         agreement_timeout_s: before a graph runs for the first time, ranks compare its collectives; how many seconds a
             rank waits for the others, which may still be compiling. 0 switches the comparison off.

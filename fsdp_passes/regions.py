@@ -62,7 +62,8 @@ class _OpenRegions(threading.local):
     """Ranges opened and not yet closed on this thread; autograd runs backwards on threads of its own."""
 
     def __init__(self) -> None:
-        self.stack: list[Any] = []  # (the profiler's range or None, has an NVTX range, was opened in a backward, name)
+        # (the profiler's range or None, has an NVTX range, was opened in a backward, name, is shown)
+        self.stack: list[Any] = []
 
 
 _open = _OpenRegions()
@@ -78,7 +79,7 @@ def push_region(name: str, *, is_shown: bool = True) -> None:
     has_nvtx = is_shown and torch.cuda.is_initialized()
     if has_nvtx:
         torch.cuda.nvtx.range_push(name)
-    _open.stack.append((recorder, has_nvtx, is_in_backward(), name))
+    _open.stack.append((recorder, has_nvtx, is_in_backward(), name, is_shown))
 
 
 def pop_region() -> None:
@@ -100,6 +101,11 @@ def num_open_regions() -> int:
 def innermost_region() -> str:
     """The name of the range that was opened last on this thread and is still open; "" when none is."""
     return str(_open.stack[-1][3]) if _open.stack else ""
+
+
+def is_innermost_region_shown() -> bool:
+    """Whether profilers may see the range that was opened last on this thread and is still open; True when none is."""
+    return not _open.stack or bool(_open.stack[-1][4])
 
 
 def close_regions_above(depth: int) -> None:

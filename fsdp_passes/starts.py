@@ -30,10 +30,13 @@ _STARTS = tuple(f":{kind}" for kind in (ALL_GATHER_REGION, REDUCE_SCATTER_REGION
 
 
 @contextlib.contextmanager
-def starting(unit: HasDisplayName, kind: str) -> Iterator[None]:
-    """A region around the start of a collective of `unit`, in eager code; what is raised inside names both."""
+def starting(unit: HasDisplayName, kind: str, *, is_shown: bool = True) -> Iterator[None]:
+    """A region around the start of a collective of `unit`, in eager code; what is raised inside names both.
+
+    `is_shown`: without, no profiler sees it.
+    """
     name = region_name(unit.display_name, kind)
-    push_region(name)
+    push_region(name, is_shown=is_shown)
     try:
         yield
     except Exception as error:

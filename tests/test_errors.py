@@ -153,9 +153,10 @@ prefetch: expected an integer of at least 1, found 0.
 [TraceFileError]
 rank0.json: expected a Chrome trace of torch.profiler, found an empty file. Record it again.
 [MutatedParameterError]
-layers.0.weight: expected the forward only to read this parameter, found that it is modified in place (by an
-        embedding with max_norm, for instance). The change would be lost when the gathered weight is released.
-        Modify parameters outside of the forward, as an optimizer does.
+layers.0.weight: expected a parameter that is only read while gathered, found that it is modified in place: by the
+        forward (an embedding with max_norm, for instance), or by hand behind unshard(). The change would be lost
+        when the gathered weight is released. Modify the sharded parameter, as an optimizer does: outside of the
+        forward, and behind reshard() where unshard() was called.
 [ReplacedParameterError]
 head.weight: expected the DTensor of shape (8, 4) that fully_shard made, or one like it in its place, found a whole
         tensor of shape (8, 4). Replace parameters before fully_shard, or copy values into them. Whole tensors are

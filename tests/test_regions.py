@@ -191,9 +191,22 @@ def test_layers_that_share_one_artifact_have_their_own_names() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_nvtx_false_opens_no_region() -> None:
-    layer = fully_shard(Layer(8))
-    compiled = torch.compile(layer, backend=overlap_fsdp, options={"inner": "aot_eager", "nvtx": False})
-    assert regions_of(lambda: compiled(torch.ones(4, 8)).sum().backward()) == []
+    model = fully_shard(nn.Sequential(Layer(8), Layer(8)), units=["*"])
+    compiled = torch.compile(model, backend=overlap_fsdp, options={"inner": "aot_eager", "nvtx": False})
+    for _ in range(2):  # the second forward starts the backward's first gather, ahead of that graph
+        assert regions_of(lambda: compiled(torch.ones(4, 8)).sum().backward()) == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_gather_that_is_started_ahead_is_shown_as_the_graph_that_it_is_for_shows_its_own() -> None:
+    model = fully_shard(nn.Sequential(Layer(8), Layer(8), Layer(8)), units=["*"])
+    model[1].compile(backend=overlap_fsdp, options={"inner": "aot_eager", "nvtx": False})
+    model[2].compile(backend=overlap_fsdp, options={"inner": "aot_eager", "nvtx": True})
+    x = torch.ones(4, 8)
+    for _ in range(2):
+        seen = communication_regions(regions_of(lambda: model(x).sum().backward()))
+    # Once in the forward and once in the backward; graphs have a region of their own where they take what was started.
+    assert [seen.count(f"FSDP:{unit}:all_gather") for unit in range(3)] == [2, 0, 4]
 
 
 # ---- exceptions ------------------------------------------------------------------------------------------------------

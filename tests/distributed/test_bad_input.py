@@ -273,7 +273,7 @@ def mutated_parameter(write: Callable[[Tensor], None]) -> None:
         compiled(model)(torch.ones(2, 8))
     assert isinstance(raised.value.inner_exception, errors.MutatedParameterError)
     message = str(raised.value.inner_exception)
-    assert message.startswith("layers.1.weight: expected the forward only to read")
+    assert message.startswith("layers.1.weight: expected a parameter that is only read")
     assert "as an optimizer does" in message
 
     torch._dynamo.reset()
@@ -302,13 +302,18 @@ def written_in_the_fallback() -> None:
     model, reference = build(Renormed)
     fully_shard(model, units=["table"])
     batches = float_batches(2, 4, 8)
-    with pytest.raises(errors.MutatedParameterError, match=r"^table\.weight: expected the forward only to read"):
+    with pytest.raises(errors.MutatedParameterError, match=r"^table\.weight: expected a parameter that is only read"):
         model(*my_share(batches[0]))
     model.table.max_norm = reference.table.max_norm = None
+    model.table.unshard()
+    with torch.no_grad():
+        model.table.weight.mul_(2)
+    with pytest.raises(errors.MutatedParameterError, match=r"^table\.weight: .*by hand behind unshard\(\)\."):
+        model(*my_share(batches[0]))
     assert_same(train(model, batches, sharded=True), train(reference, batches, sharded=False))
 
 
-def test_an_uncompiled_forward_that_writes_into_a_parameter(two_ranks: RankPool) -> None:
+def test_gathered_values_that_were_written_in_an_uncompiled_forward_or_behind_unshard(two_ranks: RankPool) -> None:
     two_ranks.run(f"{HERE}:written_in_the_fallback")
 
 
