@@ -16,7 +16,17 @@ from torch import fx
 
 from fsdp_passes._torch_compat import tree_leaves
 from fsdp_passes.errors import OptionValueError, UseBeforeWaitError
-from fsdp_passes.schedule import ALL_GATHER, START, WAIT, Bucket, bucket_of, gathered_reads, role_of
+from fsdp_passes.schedule import (
+    ALL_GATHER,
+    START,
+    WAIT,
+    Bucket,
+    awaited_by,
+    bucket_of,
+    gathered_reads,
+    is_wait,
+    role_of,
+)
 
 ENVIRONMENT_VARIABLE = "FSDP_PASSES_DEBUG"
 _FLAGS = ("eager", "nan")
@@ -95,8 +105,8 @@ class CheckedInterpreter(fx.Interpreter):
         if bucket is not None and role_of(n) == START:
             for tensor in _tensors(result):
                 self._in_flight[_address(tensor)] = bucket
-        elif role_of(n) == WAIT and "wait_tensor" in str(n.target):
-            for tensor in _tensors(result):
+        elif is_wait(n):
+            for tensor in _tensors([self.env[result] for result in awaited_by(n)]):
                 self._in_flight.pop(_address(tensor), None)
         for gathered in self._released_after.get(n, ()):
             for tensor in _tensors(self.env.get(gathered)):
@@ -136,8 +146,8 @@ def _last_readers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
             continue
         if is_saved or not bucket.reshard:
             kept.add(bucket)
-        if "wait_tensor" in str(node.target):
-            gathered.setdefault(bucket, []).append(node)
+        if is_wait(node):
+            gathered.setdefault(bucket, []).extend(awaited_by(node))
     released: dict[fx.Node, list[fx.Node]] = {}
     for bucket, nodes in gathered.items():
         if bucket in last and bucket not in kept:

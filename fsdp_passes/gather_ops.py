@@ -1,7 +1,7 @@
 """The all-gather of compiled graphs as operators, and its start ahead of the graph that needs it.
 
-`all_gather` casts the shards and starts one collective; `wait_tensor` waits for each result. `all_gather_ahead` is the
-same for the first unit of a graph: the graph before it, or an eager unit, may have started it already.
+`all_gather` casts the shards and starts one collective; `await_collective` waits for it. `all_gather_ahead` is the same
+for the first unit of a graph: the graph before it, or an eager unit, may have started it already.
 `start_next_graph` is where it does so.
 """
 
@@ -125,8 +125,7 @@ def _all_gather_ahead(
     drop_started(unit.context, keep=unit)
     if found is not None:
         if found.versions == [param.values_version for param in params]:
-            for tensor in found.gathered:
-                register_work(tensor, found.work)  # from here on, the graph's `wait_tensor` waits for it
+            register_work(found.gathered[0], found.work)  # from here on, the graph waits for it
             return found.gathered
         _drop(request, found)  # an optimizer stepped in between
     return start(shards, transfer, unit.context)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_passes._torch_compat import all_gather_coalesced, foreach_copy, group_of, register_work
 from fsdp_passes.offload import fetch
-from fsdp_passes.ops import c10d
 
 if TYPE_CHECKING:
     from fsdp_passes.context import FsdpContext
@@ -34,29 +34,28 @@ class Transfer(NamedTuple):
 
 
 def start(shards: list[Tensor], transfer: Transfer, context: FsdpContext | None) -> list[Tensor]:
-    """Start the collective. The results are undefined until `wait_tensor` was called on each.
+    """Start the collective. The results are undefined until `await_collective` was called with them: the work is
+    registered for the first of them.
 
     The casts belong to this function and not to the graph: all of them are one kernel, and a compiler that owned the
     cast shards could give their memory away while the collective still reads it. So do copies to the device.
 
     `context`: None where the shards' unit is not known.
     """
-    if context is not None and (transfer.device is not None or _is_cast_on_gpu(shards, transfer.dtype)):
+    if context is not None:
         gathered, work = start_unregistered(shards, transfer, context)
-        for tensor in gathered:
-            register_work(tensor, work)  # for the graph's `wait_tensor`
-        return gathered
-    if transfer.device is not None:
-        # Nobody could be told that copies read the shards: they are made before this returns.
-        shards = [shard.to(transfer.device) for shard in shards]
-    inputs = _to_send(shards, transfer)
-    if transfer.packed:
-        return [c10d.all_gather_into_tensor(inputs[0], transfer.world_size, transfer.group_name)]
-    gathered = c10d.all_gather_into_tensor_coalesced(inputs, transfer.world_size, transfer.group_name)
+    else:
+        if transfer.device is not None:
+            # Nobody could be told that copies read the shards: they are made before this returns.
+            shards = [shard.to(transfer.device) for shard in shards]
+        gathered, work = _gather(_to_send(shards, transfer), transfer)
+    register_work(gathered[0], work)
     return gathered
 
 
-def start_unregistered(shards: list[Tensor], transfer: Transfer, context: FsdpContext) -> tuple[list[Tensor], Any]:
+def start_unregistered(
+    shards: list[Tensor], transfer: Transfer, context: FsdpContext
+) -> tuple[list[Tensor], dist.Work]:
     """Start the collective outside of PyTorch's registry. Returns the results, which belong to the current stream, and
     the work to wait for.
 
@@ -77,9 +76,7 @@ def start_unregistered(shards: list[Tensor], transfer: Transfer, context: FsdpCo
     device = transfer.device or shards[0].device
     is_fetched = transfer.device is not None
     if not is_fetched and not _is_cast_on_gpu(shards, transfer.dtype):
-        inputs = _to_send(shards, transfer)
-        gathered = _room_for(inputs, transfer.world_size)
-        return gathered, all_gather_coalesced(gathered, inputs, group_of(transfer.group_name))
+        return _gather(_to_send(shards, transfer), transfer)
     on_side_stream = context.on_communication_stream if is_fetched else context.on_cast_stream
     computed = context.record_compute(device)
     with on_side_stream(device):
@@ -98,6 +95,11 @@ def start_unregistered(shards: list[Tensor], transfer: Transfer, context: FsdpCo
             # next shards into it before they are sent.
             work.wait()
     return gathered, work
+
+
+def _gather(inputs: list[Tensor], transfer: Transfer) -> tuple[list[Tensor], dist.Work]:
+    gathered = _room_for(inputs, transfer.world_size)
+    return gathered, all_gather_coalesced(gathered, inputs, group_of(transfer.group_name))
 
 
 def _wait_for(event: torch.cuda.Event | None, device: torch.device) -> None:

@@ -36,9 +36,13 @@ class CodeStep:
 
 # An in-place collective of the user's has no result; its first argument is what is to be awaited.
 _START = re.compile(
-    r"(?:(\w+) = )?torch\.ops\.(?:_c10d_functional\.(?=\w)|fsdp_passes\.(?=all_gather))(\w+)\.default\(\[?(\w*)"
+    r"(?:(\w+) = )?torch\.ops\.(?:_c10d_functional\.(?=\w)|fsdp_passes\.(?=all_gather|reduce_scatter))"
+    r"(\w+)\.default\(\[?(\w*)"
 )
-_WAIT = re.compile(r"torch\.ops\._c10d_functional\.wait_tensor\.default\((\w+)\)")
+# One of ours waits for all results, one of the user's for each.
+_WAIT = re.compile(
+    r"torch\.ops\.(?:_c10d_functional\.(wait_tensor)|fsdp_passes\.(await_collective))\.default\(\[?(\w+)"
+)
 _REGION = re.compile(r"torch\.ops\.fsdp_passes\.(region_begin|region_end)\.default\((.*)\)")
 _START_NEXT = re.compile(r"torch\.ops\.fsdp_passes\.start_next_graph\.default\((\w+)\)")
 _ITEM = re.compile(r"(\w+) = (\w+)\[\d+\]$")
@@ -68,7 +72,7 @@ def read_generated_code(source: str) -> list[CodeStep]:
 
 def _read_line(line: str, origin: dict[str, str]) -> CodeStep | None:
     if match := _WAIT.search(line):
-        return CodeStep("wait", "wait_tensor", (origin.get(match[1], match[1]),), line)
+        return CodeStep("wait", match[1] or match[2], (origin.get(match[3], match[3]),), line)
     if match := _START.match(line):
         variable = match[1] or match[3]
         sent = re.findall(r"\w+", line[match.start(3) :].split("]")[0]) if "[" in match[0] else [match[3]]
@@ -77,8 +81,6 @@ def _read_line(line: str, origin: dict[str, str]) -> CodeStep | None:
         return CodeStep("start", match[2], (variable,), line, tuple(sent))
     if match := _REGION.search(line):
         return CodeStep(match[1], match[2], (), line)
-    if "torch.ops.fsdp_passes.await_collective." in line:
-        return None  # it names the wait behind it, and waits ahead of it
     if match := _START_NEXT.search(line):
         return CodeStep("start_next", match[1], (), line)
     if match := _REUSE.match(line):

@@ -36,6 +36,7 @@ from fsdp_passes.options import OverlapOptions
 from fsdp_passes.passes.agree_on_schedule import agree_on_schedule
 from fsdp_passes.passes.annotate_collectives import annotate_collectives
 from fsdp_passes.passes.annotate_regions import annotate_regions
+from fsdp_passes.passes.await_collectives import await_collectives
 from fsdp_passes.passes.bucket_all_gathers import bucket_all_gathers
 from fsdp_passes.passes.bucket_all_reduces import bucket_all_reduces
 from fsdp_passes.passes.bucket_reduce_scatters import bucket_reduce_scatters
@@ -45,7 +46,6 @@ from fsdp_passes.passes.prefetch_across_graphs import prefetch_across_graphs
 from fsdp_passes.passes.reshard_to_group import read_first_gather, reshard_to_group
 from fsdp_passes.passes.schedule_one_layer_ahead import schedule_one_layer_ahead
 from fsdp_passes.passes.tag_reshard_after_forward import tag_reshard_after_forward
-from fsdp_passes.passes.watch_collectives import watch_collectives
 from fsdp_passes.schedule import (
     ScheduleEvent,
     collective_order_of_kernels,
@@ -65,6 +65,7 @@ PASS_NAMES = (
     "schedule_one_layer_ahead",
     "prefetch_across_graphs",
     "annotate_regions",
+    "await_collectives",
 )
 
 
@@ -222,6 +223,8 @@ class LowerAndSchedule(CustomGraphPass):
             lambda: annotate_regions(graph, labels=labels, is_backward=backward, is_shown=options.nvtx),
         )
         annotate_collectives(graph, unit_names=unit_names)
+        is_watched = self.has_peers and options.collective_timeout_s != 0
+        run("await_collectives", lambda: await_collectives(graph, labels=labels if is_watched else {}))
         keep("scheduled")
         result.events = events_from_graph(graph)
         if self.has_peers and options.agreement_timeout_s > 0:
@@ -230,8 +233,6 @@ class LowerAndSchedule(CustomGraphPass):
                 "agree_on_schedule",
                 lambda: agree_on_schedule(graph, labels=labels, is_backward=backward, timeout_s=timeout_s),
             )
-        if self.has_peers and options.collective_timeout_s != 0:
-            run("watch_collectives", lambda: watch_collectives(graph, labels=labels))
         if options.verify:
             where = f"{result.phase} graph of units {', '.join(self.record.unit_names)}"
             result.report = verify_schedule(result.events, prefetch=options.prefetch, where=where)

@@ -13,6 +13,7 @@ from fsdp_passes._torch_compat import collective_name, scheduler_node_kind
 from fsdp_passes.gather_ops import START_NEXT_GRAPH
 from fsdp_passes.ops import REGION_BEGIN, REGION_END
 from fsdp_passes.regions import ALL_GATHER_REGION, ALL_REDUCE_REGION, REDUCE_SCATTER_REGION
+from fsdp_passes.watchdog import AWAIT_COLLECTIVE
 
 # The region around a collective has the name of its kind.
 ALL_GATHER = ALL_GATHER_REGION
@@ -116,6 +117,18 @@ def role_of(node: fx.Node) -> str | None:
     return node.meta.get(ROLE_META)
 
 
+def is_wait(node: fx.Node) -> bool:
+    """Whether a bucket's node waits: for one result, or as the passes leave it for all of them."""
+    waits = (torch.ops._c10d_functional.wait_tensor.default, AWAIT_COLLECTIVE)
+    return role_of(node) == WAIT and node.target in waits
+
+
+def awaited_by(wait: fx.Node) -> list[fx.Node]:
+    """The results that a wait waits for."""
+    results = wait.args[0]
+    return list(results) if isinstance(results, list | tuple) else [results]  # type: ignore[list-item, arg-type]
+
+
 _HEAVY = ("mm", "bmm", "addmm", "baddbmm", "addbmm", "convolution", "convolution_backward", "dot", "mv", "addmv")
 
 
@@ -212,8 +225,10 @@ def _event_of_node(node: fx.Node, reads: dict[fx.Node, tuple[Bucket, ...]]) -> S
     if node.target is START_NEXT_GRAPH:
         return ScheduleEvent("start_next", node.name)
     if bucket is not None:
-        if role == START or (role == WAIT and node.target is torch.ops._c10d_functional.wait_tensor.default):
-            return ScheduleEvent(role, node.name, bucket, sent_on(node) if role == START else ())
+        if role == START or is_wait(node):
+            return ScheduleEvent(
+                START if role == START else WAIT, node.name, bucket, sent_on(node) if role == START else ()
+            )
         return None
     return ScheduleEvent("compute", node.name, reads=reads.get(node, ()), is_heavy=is_heavy(node))
 

@@ -31,7 +31,7 @@ from fsdp_passes.agreement import has_peers
 from fsdp_passes.errors import CollectiveError
 from fsdp_passes.marks import FAILED, IDLE, WAITS, Board, Mark, Sighting, within
 from fsdp_passes.ops import c10d, library
-from fsdp_passes.regions import HasDisplayName, label_text
+from fsdp_passes.regions import ALL_REDUCE_REGION, HasDisplayName, label_text
 
 log = logging.getLogger(__name__)
 
@@ -297,17 +297,37 @@ def set_collective_timeout(group_name: str, timeout_s: float) -> None:
         watch.set_timeout(timeout_s)
 
 
-def _await_collective(result: Tensor, label: Tensor, kind: str, group_name: str) -> None:
-    # One result stands for all of its collective: they have one work.
-    await_named(label, kind, group_name, lambda: c10d.wait_tensor(result))
-    if result.is_cuda:
+def _await_collective(
+    results: list[Tensor], sent: list[Tensor], label: Tensor | None, kind: str, group_name: str
+) -> None:
+    """Wait for the collective that `results` are all results of; from here on they may be read.
+
+    `sent`: what it reads. A compiler keeps that memory until here because it is an argument.
+    `label`: the unit's, to name it when the wait fails or lasts; None: nobody watches.
+    """
+    # One result stands for all that have one work: those of our own starts. PyTorch's all-reduce has one for each.
+    own = results if kind == ALL_REDUCE_REGION else results[:1]
+
+    def wait() -> None:
+        for result in own:
+            c10d.wait_tensor(result)
+
+    if label is None:
+        wait()
+        return
+    await_named(label, kind, group_name, wait)
+    if results[0].is_cuda:
         watch = watch_of(group_name)
         if watch is not None:
-            watch.note_event(label, kind, result.device)
+            watch.note_event(label, kind, results[0].device)
 
 
-# Declared to write the label, like a region, so that no compiler removes it.
-library.define("await_collective(Tensor result, Tensor(a!) label, str kind, str group_name) -> ()")
+# It writes the results, so that no compiler reads them ahead of it. Their layout, and that of what is sent, is as they
+# are: a copy in another one would be no result.
+library.define(
+    "await_collective(Tensor(a!)[] results, Tensor[] sent, Tensor? label, str kind, str group_name) -> ()",
+    tags=(torch.Tag.flexible_layout,),
+)
 library.impl("await_collective", _await_collective, "CompositeExplicitAutograd")
 torch.library.register_fake("fsdp_passes::await_collective", lambda *_: None, lib=library)
 AWAIT_COLLECTIVE = torch.ops.fsdp_passes.await_collective.default

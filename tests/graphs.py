@@ -238,12 +238,12 @@ def steps(graph: fx.Graph | str, only: tuple[str, ...] = ()) -> str:
             continue
         name, target, arguments = match.groups()
         operator = re.sub(r"^(_c10d_functional|aten|fsdp_passes)\.", "", target).split(".")[0]
-        first = re.match(r"\w*", arguments)[0]  # type: ignore[index]
-        if operator == "wait_tensor":
+        first = re.match(r"\[?(\w*)", arguments)[1]  # type: ignore[index]
+        if operator in ("wait_tensor", "await_collective"):
             word = f"{collective[first]}.wait"
             if words[-1] != word:
                 words.append(word)
-        elif "_c10d_functional" in target or "fsdp_passes.all_gather" in target:
+        elif "_c10d_functional" in target or operator.startswith(("all_gather", "reduce_scatter")):
             collective[name] = name
             words.append(f"{name}.start")
         elif operator == "getitem" and first in collective:

@@ -61,7 +61,7 @@ def read_code(source: str) -> list[Step]:
             name = f"{kind}{sum(step.kind == 'start' and step.name.startswith(kind) for step in steps)}"
             result_of[match[1]] = name
             steps.append(Step("start", name))
-        elif match := re.match(r"torch\.ops\._c10d_functional\.wait_tensor\.default\((\w+)\)", line):
+        elif match := re.match(r"torch\.ops\.\w+\.(?:wait_tensor|await_collective)\.default\(\[?(\w+)", line):
             steps.append(Step("wait", result_of[match[1]]))
         elif match := re.match(r"torch\.ops\.fsdp_passes\.region_begin\.default\((\w+), '(\w+)'", line):
             suffixes.append("" if match[2].endswith("_compute") else "_start")

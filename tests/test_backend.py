@@ -144,6 +144,75 @@ def test_a_weight_that_the_compiled_function_returns(kind: str) -> None:
     assert str(raised.value.inner_exception).startswith("weight: expected the compiled function to return")
 
 
+class Holder:
+    weight: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", ["object", "list", "attribute", "closure"])
+def test_a_weight_that_the_compiled_function_leaves_elsewhere(kind: str) -> None:
+    """In a new object, in a list or an object that its caller has, or in a function."""
+    layer = fully_shard(nn.Linear(8, 8))
+    lists: list[torch.Tensor] = []
+    holder = Holder()
+
+    def function(x: torch.Tensor) -> object:
+        weight, result = layer.weight, layer(x)
+        if kind == "object":
+            new = Holder()
+            new.weight = weight
+            return result, new
+        if kind == "list":
+            lists.append(weight)
+        elif kind == "attribute":
+            holder.weight = weight
+        else:
+            return result, lambda: weight
+        return result
+
+    compiled = torch.compile(function, backend=overlap_fsdp, options={"inner": "aot_eager"})
+    with pytest.raises(BackendCompilerFailed, match="weight: expected the compiled function to return"):
+        compiled(torch.ones(2, 8))
+
+
+def test_objects_that_do_not_leave_the_compiled_function_may_hold_a_weight() -> None:
+    layer = fully_shard(nn.Linear(8, 8, bias=False))
+    lists: list[torch.Tensor] = []
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, object]:
+        holder, left = Holder(), Holder()
+        holder.weight, left.weight = layer.weight, layer.weight * 2
+        lists.append(holder.weight)
+        return layer(x) @ lists.pop(), (left, layer, lambda: layer.weight)
+
+    compiled = torch.compile(function, backend=overlap_fsdp, options={"inner": "aot_eager"})
+    found, (left, _, read) = compiled(x := torch.ones(2, 8))  # type: ignore[misc]
+    weight = read().full_tensor()
+    torch.testing.assert_close(found, x @ weight.T @ weight)
+    assert torch.equal(left.weight, weight * 2)
+
+
+def test_a_weight_of_a_unit_that_is_not_gathered_leaves_a_compiled_helper() -> None:
+    """Eager code of a forward may have the weights that are gathered for it, and no others."""
+
+    class Model(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.first, self.scale, self.name = nn.Linear(8, 8), nn.Parameter(torch.full((8,), 2.0)), name
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x, weight = helper(self, x)
+            return x + weight
+
+    def function(model: Model, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * model.scale, model.scale if model.name == "scale" else model.first.bias
+
+    helper = torch.compile(function, backend=overlap_fsdp, options={"inner": "aot_eager"})
+    models = [fully_shard(Model(name), units=["first"]) for name in ("scale", "bias")]
+    assert torch.equal(models[0](torch.ones(2, 8)), torch.full((2, 8), 4.0))
+    with pytest.raises(BackendCompilerFailed, match=r"first\.bias: expected the compiled function to return"):
+        models[1](torch.ones(2, 8))
+
+
 def test_a_weight_that_a_compiled_module_returns_has_its_values() -> None:
     class Layer(nn.Linear):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,26 +6,19 @@ import datetime
 import logging
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from torch import fx
 
 from fsdp_passes import fully_shard
 from fsdp_passes._torch_compat import group_timeout_s
 from fsdp_passes.errors import CollectiveError, OptionValueError
-from fsdp_passes.generated_code import read_generated_code
 from fsdp_passes.marks import FAILED, IDLE, WAITS, Board, Mark, Sighting, within
-from fsdp_passes.passes.bucket_all_gathers import bucket_all_gathers
-from fsdp_passes.passes.watch_collectives import watch_collectives
-from fsdp_passes.pipeline import graph_text
-from fsdp_passes.schedule import events_from_graph
-from fsdp_passes.watchdog import AWAIT_COLLECTIVE, Watch, watch_of
+from fsdp_passes.watchdog import Watch, watch_of
 from tests.graphs import eight_fake_ranks as eight_fake_ranks
-from tests.graphs import folded, label_named, trace, unshard
+from tests.graphs import folded
 from tests.graphs import one_rank as one_rank
 
 
@@ -232,69 +225,3 @@ def test_a_timeout_must_be_finite_and_above_zero(value: float) -> None:
     model = fully_shard(torch.nn.Linear(4, 4))
     with pytest.raises(OptionValueError, match="set_collective_timeout: expected a finite number of seconds above 0"):
         model.set_collective_timeout(value)
-
-
-# ---- the pass --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def two_units() -> fx.Graph:
-    shards = torch.ones(2, 4), torch.ones(2, 4), torch.ones(2, 4)
-
-    def function(x: Any, s0: Any, s1: Any, s2: Any, l0: Any, l1: Any) -> object:
-        y = x @ unshard(s0, 0, label=l0).t() @ unshard(s1, 0, label=l0)
-        return y @ unshard(s2, 1, label=l1).t()
-
-    graph = trace(function, torch.ones(3, 4), *shards, label_named("a"), label_named("b")).graph
-    bucket_all_gathers(graph, bucket_mode="coalesced")
-    return graph
-
-
-def place_of_labels(graph: fx.Graph) -> dict[int, fx.Node]:
-    return dict(enumerate([node for node in graph.nodes if node.op == "placeholder"][-2:]))
-
-
-@pytest.mark.usefixtures("eight_fake_ranks")
-def test_golden_of_the_pass(two_units: fx.Graph) -> None:
-    events = events_from_graph(two_units)
-    assert watch_collectives(two_units, labels=place_of_labels(two_units)) == 2
-    two_units.lint()
-    assert events_from_graph(two_units) == events, "the schedule is as before"
-    lines = [line for line in graph_text(two_units).splitlines() if "all_gather" in line or "wait" in line]
-    assert_expected_inline(
-        "\n".join(lines),
-        """\
-all_gather_0 = fsdp_passes.all_gather.default([s0_1, s1_1], l0_1, 8, '0', torch.float32, False)
-getitem: float32[16, 4] = getitem(all_gather_0, 0)
-getitem_1: float32[16, 4] = getitem(all_gather_0, 1)
-await_collective_default = fsdp_passes.await_collective.default(getitem, l0_1, 'all_gather', '0')
-wait_tensor_default: float32[16, 4] = _c10d_functional.wait_tensor.default(getitem)
-wait_tensor_default_1: float32[16, 4] = _c10d_functional.wait_tensor.default(getitem_1)
-t: float32[4, 16] = aten.t.default(wait_tensor_default)
-mm_1: float32[3, 4] = aten.mm.default(mm, wait_tensor_default_1)
-all_gather_1 = fsdp_passes.all_gather.default([s2_1], l1_1, 8, '0', torch.float32, False)
-getitem_2: float32[16, 4] = getitem(all_gather_1, 0)
-await_collective_default_1 = fsdp_passes.await_collective.default(getitem_2, l1_1, 'all_gather', '0')
-wait_tensor_default_2: float32[16, 4] = _c10d_functional.wait_tensor.default(getitem_2)
-t_1: float32[4, 16] = aten.t.default(wait_tensor_default_2)""",
-    )
-
-
-@pytest.mark.usefixtures("eight_fake_ranks")
-def test_the_pass_is_idempotent_and_does_nothing_without_labels(two_units: fx.Graph) -> None:
-    assert watch_collectives(two_units, labels={}) == 0
-    labels = place_of_labels(two_units)
-    assert watch_collectives(two_units, labels={1: labels[1]}) == 1
-    assert watch_collectives(two_units, labels=labels) == 0
-    assert sum(node.target is AWAIT_COLLECTIVE for node in two_units.nodes) == 1
-
-
-def test_in_generated_code_it_is_no_kernel() -> None:
-    code = """
-def call(args):
-    buf0 = torch.ops.fsdp_passes.all_gather.default([arg0], arg1, 2, '0', torch.float32, False)
-    buf1 = buf0[0]
-    torch.ops.fsdp_passes.await_collective.default(buf1, arg1, 'all_gather', '0')
-    torch.ops._c10d_functional.wait_tensor.default(buf1)
-"""
-    assert [step.kind for step in read_generated_code(code)] == ["start", "wait"]

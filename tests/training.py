@@ -112,12 +112,20 @@ def recorded_collectives() -> Iterator[list[str]]:
     names: list[str] = []
     with cpu_profile() as profiler:
         yield names
-    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
-    for event in events:
-        if event.name.startswith("_c10d_functional::") and "wait_tensor" not in event.name:
-            names.append(event.name.split("::")[1])
-        elif event.name.startswith("c10d::allgather") and "fsdp_passes::start_next_graph" in _names_around(event):
-            names.append("all_gather_ahead")
+    for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
+        kind = next((kind for part, kind in _KINDS.items() if event.name.startswith(f"c10d::{part}")), None)
+        if kind is not None:
+            is_ahead = kind == "all_gather" and "fsdp_passes::start_next_graph" in _names_around(event)
+            names.append("all_gather_ahead" if is_ahead else kind)
+
+
+_KINDS = {
+    "allgather": "all_gather",
+    "_allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+}
 
 
 @contextlib.contextmanager

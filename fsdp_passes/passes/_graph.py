@@ -13,6 +13,7 @@ from fsdp_passes.gather_ops import ALL_GATHER_AHEAD_OP, ALL_GATHER_OP
 from fsdp_passes.home_ops import SEND_HOME
 from fsdp_passes.mesh import REDUCE_GROUP_SUFFIX
 from fsdp_passes.ops import PINNED_HOME
+from fsdp_passes.reduce_ops import REDUCE_SCATTER_OP
 from fsdp_passes.schedule import BUCKET_META, FINISH, ROLE_META, Bucket
 
 aten = torch.ops.aten
@@ -72,12 +73,15 @@ class BucketBuilder:
         return results
 
 
+_STARTS = (ALL_GATHER_OP, ALL_GATHER_AHEAD_OP, REDUCE_SCATTER_OP)
+
+
 def group_of_start(node: fx.Node) -> str | None:
     """The group that a node starts a collective on, under the name of the mesh's group; None for other nodes."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return None
-    if target.namespace != "_c10d_functional" and target not in (ALL_GATHER_OP, ALL_GATHER_AHEAD_OP):
+    if target.namespace != "_c10d_functional" and target not in _STARTS:
         return None
     for index, argument in enumerate(target._schema.arguments):
         if argument.name == "group_name":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from fsdp_passes.schedule import START, WAIT, Bucket, bucket_of, gathered_reads, is_heavy, role_of
+from fsdp_passes.schedule import START, WAIT, Bucket, bucket_of, gathered_reads, is_heavy, is_wait, role_of
 
 
 def annotate_collectives(graph: fx.Graph, *, unit_names: Sequence[str]) -> int:
@@ -57,7 +57,7 @@ def _reasons_of_waits(nodes: list[fx.Node]) -> dict[fx.Node, str]:
     reasons = {}
     for node in nodes:
         bucket = bucket_of(node)
-        if bucket is None or role_of(node) != WAIT or "wait_tensor" not in str(node.target):
+        if bucket is None or not is_wait(node):
             continue
         # What follows in the bucket (a narrow, a scale) is looked through.
         readers = list(node.users)

@@ -12,6 +12,7 @@ from fsdp_passes.division import GradientDivision, division_over
 from fsdp_passes.ops import c10d
 from fsdp_passes.passes._graph import BucketBuilder, aten
 from fsdp_passes.passes._parts import Part, bytes_sent_home, gradient_shape, reduced_bytes, reduction_parts
+from fsdp_passes.reduce_ops import REDUCE_SCATTER_OP
 from fsdp_passes.schedule import FINISH, PREPARE, REDUCE_SCATTER, START, WAIT, Bucket
 
 
@@ -66,7 +67,7 @@ def _reduce_coalesced(
     grads = [_contiguous(builder, _pad(builder, node, dtype, division)) for node in nodes]
     start = builder.call(
         START,
-        c10d.reduce_scatter_tensor_coalesced.default,
+        REDUCE_SCATTER_OP,
         grads,
         division.reduce_op,
         world_size,

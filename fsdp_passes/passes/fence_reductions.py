@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from torch import fx
@@ -34,9 +35,11 @@ def fence_reductions(snodes: list[Any]) -> list[Any]:
     if not starts:
         return snodes
     starts.sort(key=lambda item: item[0])
+    for (_, earlier), (_, later) in itertools.pairwise(starts):
+        add_order_dependency(later, earlier)
     for snode, place in zip(snodes, places, strict=True):
         before = [start for where, start in starts if where < place]
-        # The last start is enough: the starts themselves depend on each other in order.
+        # The last start is enough: the starts depend on each other in order.
         if before and snode.get_name() not in before[-1].ancestors and scheduler_node_kind(snode) == "compute":
             add_order_dependency(snode, before[-1])
     refresh_ancestors(snodes)

@@ -18,9 +18,9 @@ from torch import Tensor, fx, nn
 from fsdp_passes import fully_shard, overlap_fsdp
 from fsdp_passes.debug import CheckedInterpreter, debug_flags
 from fsdp_passes.errors import OptionValueError, UseBeforeWaitError
-from fsdp_passes.ops import c10d
 from fsdp_passes.pipeline import record_compilations
 from fsdp_passes.schedule import bucket_of
+from fsdp_passes.watchdog import AWAIT_COLLECTIVE
 from tests.distributed.checks import call_of, compiled
 from tests.graphs import one_rank as one_rank
 from tests.models import Transformer, token_batches
@@ -106,11 +106,11 @@ def poisoned_graph() -> None:
     class Late(CheckedInterpreter):
         def run_node(self, n: torch.fx.Node) -> Any:
             if n.op == "output":
-                late.extend(self.env[wait] for wait in self.waits)
+                late.extend(self.env[result] for wait in self.waits for result in wait.args[0])
             return super().run_node(n)
 
         def run(self, *inputs: Any, **kwargs: Any) -> Any:
-            waits = self.module.graph.find_nodes(op="call_function", target=c10d.wait_tensor.default)
+            waits = self.module.graph.find_nodes(op="call_function", target=AWAIT_COLLECTIVE)
             self.waits = [n for n in waits if bucket_of(n).reshard]
             self.garbage_collect_values = False
             return super().run(*inputs, **kwargs)
@@ -158,8 +158,7 @@ def planted_use_before_wait() -> str:
 
     def run(self: CheckedInterpreter, *inputs: Any) -> Any:
         graph = self.module.graph  # type: ignore[union-attr]
-        wait = next(n for n in graph.nodes if "wait_tensor" in str(n.target))
-        wait.replace_all_uses_with(wait.args[0])  # reads what is still on its way
+        wait = next(n for n in graph.nodes if n.target is AWAIT_COLLECTIVE)  # what is still on its way is read
         next(iter(graph.find_nodes(op="output"))).prepend(wait)
         return torch.fx.Interpreter.run(
             CheckedInterpreter(self.module, self.unit_names, poison_released=False), *inputs

@@ -98,6 +98,7 @@ def test_attributes() -> None:
         "schedule_one_layer_ahead",
         "prefetch_across_graphs",
         "annotate_regions",
+        "await_collectives",
     ]
     assert moves(forward.schedule) == [
         "start all_gather root",
@@ -132,15 +133,12 @@ def test_golden_readable() -> None:
         """\
 all_gather_0: root: exposed: nothing computes meanwhile
 all_gather_1: layers.0: behind root
-wait_tensor_default: root: needed by embedding
+await_collective_default: root: needed by embedding
 all_gather_2: layers.1: behind layers.0
-wait_tensor_default_1: layers.0: needed by native_layer_norm
-wait_tensor_default_2: layers.0: needed by t
+await_collective_default_1: layers.0: needed by native_layer_norm
 all_gather_3: root: behind layers.1
-wait_tensor_default_3: layers.1: needed by native_layer_norm_1
-wait_tensor_default_4: layers.1: needed by t_1
-wait_tensor_default_5: root: needed by native_layer_norm_2
-wait_tensor_default_6: root: needed by t_2""",
+await_collective_default_2: layers.1: needed by native_layer_norm_1
+await_collective_default_3: root: needed by native_layer_norm_2""",
     )
 
 

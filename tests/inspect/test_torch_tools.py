@@ -30,6 +30,7 @@ PASSES = [
     "schedule_one_layer_ahead",
     "prefetch_across_graphs",
     "annotate_regions",
+    "await_collectives",
 ]
 
 

@@ -103,4 +103,4 @@ def test_print_readable_shows_them_on_the_line_above_each_collective() -> None:
     text = fx.GraphModule(torch.nn.Module(), graph).print_readable(print_output=False).splitlines()
     above = {line.split(":")[0].split(" = ")[0].strip(): text[index - 1] for index, line in enumerate(text)}
     assert "{'unit': 'layers.1', 'reason': 'behind layers.0'}" in above["all_gather_2"]
-    assert "{'unit': 'root', 'reason': 'needed by embedding'}" in above["wait_tensor_default"]
+    assert "{'unit': 'root', 'reason': 'needed by embedding'}" in above["await_collective_default"]

@@ -193,6 +193,7 @@ def test_the_passes_run_in_this_order() -> None:
             "schedule_one_layer_ahead",
             "prefetch_across_graphs",
             "annotate_regions",
+            "await_collectives",
         ]
 
 

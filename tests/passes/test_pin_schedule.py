@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._inductor.exc import InductorError
 
 from fsdp_passes import fully_shard, overlap_fsdp
 from fsdp_passes._torch_compat import scheduler_node_kind
-from fsdp_passes.errors import ScheduleError, ScheduleWarning
+from fsdp_passes.errors import ScheduleWarning
 from fsdp_passes.passes.pin_schedule import _needs, _topological_order, pin_schedule
 from fsdp_passes.pipeline import record_compilations
 from tests.graphs import TinyTransformer, sharded_transformer
@@ -36,13 +35,6 @@ def not_pinned() -> Any:
 def test_the_generated_code_has_the_order_of_the_scheduled_graph() -> None:
     for steps in steps_of_transformer():
         assert order_problems(steps) == []
-
-
-@pytest.mark.usefixtures("eight_fake_ranks")
-def test_without_this_pass_the_order_is_lost() -> None:
-    with not_pinned():
-        forward, backward = steps_of_transformer(verify=False)
-    assert order_problems(forward) + order_problems(backward) != []
 
 
 # ---- on scheduler nodes of its own -----------------------------------------------------------------------------------
@@ -151,11 +143,21 @@ def test_a_kernel_fused_from_far_apart_delays_no_layer(make: type[nn.Module]) ->
         torch.testing.assert_close(buffer, reference.get_buffer(name), rtol=0, atol=1e-6)
 
 
+@pytest.mark.usefixtures("eight_fake_ranks")
+def test_without_this_pass_the_order_is_lost() -> None:
+    model = fully_shard(NormedLayers(), units=["*"])
+    with not_pinned():
+        codes = generated_code(model, torch.randn(6, 8), verify=False)
+    problems = [problem for code in codes for problem in order_problems(read_code(code))]
+    assert "gather1 starts behind the first product of gather0" in problems
+    assert "reduce0 is awaited before reduce1 is started" in problems
+
+
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("eight_fake_ranks")
-def test_verification_refuses_an_order_in_which_a_result_is_read_between_two_waits() -> None:
+def test_verification_warns_of_an_order_in_which_collectives_are_awaited_late() -> None:
     """Each wait where nothing else can run, as far as dependencies allow: what a broken pass would hand on."""
 
     def waits_last(snodes: list[Any]) -> list[Any]:
@@ -164,8 +166,7 @@ def test_verification_refuses_an_order_in_which_a_result_is_read_between_two_wai
 
     with (
         unittest.mock.patch("fsdp_passes.pipeline.pin_schedule", side_effect=waits_last),
-        # Inductor wraps what is raised while it compiles a forward.
-        pytest.raises((ScheduleError, InductorError), match="runs between the waits of one bucket"),
+        pytest.warns(ScheduleWarning, match="units 3, 2, 1 are unsharded at once, expected at most 2"),
     ):
         steps_of_transformer()
 

@@ -1,0 +1,55 @@
+"""One wait for all results of a collective, which knows what it waits for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fsdp_passes.passes._graph import group_of_start
+from fsdp_passes.schedule import BUCKET_META, ROLE_META, WAIT, Bucket, bucket_of, is_wait
+from fsdp_passes.watchdog import AWAIT_COLLECTIVE
+
+
+def await_collectives(graph: fx.Graph, *, labels: dict[int, fx.Node]) -> int:
+    """Replace the waits of each bucket by one `await_collective`.
+
+    Before:  w0 = wait(ag[0]) ; w1 = wait(ag[1]) ; mm(x, w0)
+    After:   r0 = ag[0] ; r1 = ag[1] ; await_collective([r0, r1], shards, label, "all_gather", group) ; mm(x, r0)
+
+    With a wait for each result a compiler has twice the nodes for every parameter, and gloo copies the results of the
+    whole collective in each wait of a reduction. What was sent is an argument too: its memory is in use until here.
+
+    `labels`: unit index -> the graph input that holds the unit's name, for errors. Units without are not watched.
+
+    Requires: the final order, invariant 1 (see docs/design.md). Does nothing where it has run already.
+    Returns: number of inserted nodes.
+    """
+    starts: dict[Bucket, fx.Node] = {}
+    waits: dict[Bucket, list[fx.Node]] = {}
+    for node in graph.nodes:
+        bucket = bucket_of(node)
+        if bucket is not None and group_of_start(node) is not None:
+            starts[bucket] = node
+        elif bucket is not None and is_wait(node) and node.target is not AWAIT_COLLECTIVE:
+            waits.setdefault(bucket, []).append(node)
+    for bucket, nodes in waits.items():
+        _merge(graph, bucket, starts[bucket], nodes, labels.get(bucket.unit))
+    return len(waits)
+
+
+def _merge(graph: fx.Graph, bucket: Bucket, start: fx.Node, waits: list[fx.Node], label: fx.Node | None) -> None:
+    results: list[Any] = [wait.args[0] for wait in waits]
+    for result in results:
+        if result is not start:
+            waits[0].prepend(result)  # the last one may stand between the waits
+    sent = start.args[0] if isinstance(start.args[0], list | tuple) else [start.args[0]]
+    with graph.inserting_before(waits[0]):
+        arguments = (results, list(sent), label, bucket.kind, group_of_start(start))
+        node = graph.call_function(AWAIT_COLLECTIVE, arguments)
+    node.meta.update({"val": None, BUCKET_META: bucket, ROLE_META: WAIT})
+    if "custom" in waits[0].meta:
+        node.meta["custom"] = waits[0].meta["custom"]
+    for result, wait in zip(results, waits, strict=True):
+        wait.replace_all_uses_with(result)
+        graph.erase_node(wait)
