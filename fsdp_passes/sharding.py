@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_passes._torch_compat import never_compile_alone
 from fsdp_passes.context import FsdpContext
-from fsdp_passes.debug import check_eager_read
+from fsdp_passes.debug import check_eager_read, debug_flags
 from fsdp_passes.eager import gather_for_eager_read, install_hooks
 from fsdp_passes.errors import PickledModuleError, ReplacedParameterError
 from fsdp_passes.foreign import WHY_FOREIGN_GRAPHS_BREAK, is_traced_by_foreign_backend
@@ -82,6 +82,7 @@ def fully_shard(
         An error of `fsdp_passes.errors`; the model is then as it was before the call.
     """
     check_arguments(offload_policy, dp_mesh_dims)
+    debug_flags()  # a wrong one raises here, and not when the first unit is released
     mesh = check_mesh(mesh)
     warn_of_one_queue(mesh.device_type)
     reshard, kept_world_size = check_reshard(reshard_after_forward, mesh)

@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from fsdp_passes import fully_shard
+from fsdp_passes import fully_shard, overlap_fsdp
 from fsdp_passes.debug import CheckedInterpreter, debug_flags
 from fsdp_passes.errors import OptionValueError, UseBeforeWaitError
 from fsdp_passes.pipeline import record_compilations
 from fsdp_passes.schedule import bucket_of
 from fsdp_passes.watchdog import AWAIT_COLLECTIVE
 from tests.distributed.checks import call_of, compiled
+from tests.graphs import one_rank as one_rank
 from tests.models import Transformer, token_batches
 from tests.ranks import RankPool, host_store, launched
 from tests.training import assert_same, build, my_share, train
@@ -206,6 +207,18 @@ def test_an_eager_read_in_flight_is_refused_in_debugging_mode_only(two_ranks: Ra
 def test_an_unknown_flag_is_refused() -> None:
     with debugging("nans"), pytest.raises(OptionValueError, match="FSDP_PASSES_DEBUG"):
         debug_flags()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_unknown_flag_is_refused_before_a_model_is_sharded_and_before_it_is_compiled() -> None:
+    model = nn.Linear(2, 2)
+    weight = model.weight
+    with debugging("nans"), pytest.raises(OptionValueError, match="FSDP_PASSES_DEBUG"):
+        fully_shard(model)
+    assert type(model) is nn.Linear and model.weight is weight
+    fully_shard(model)
+    with debugging("nans"), pytest.raises(OptionValueError, match="FSDP_PASSES_DEBUG"):
+        overlap_fsdp(fx.symbolic_trace(nn.ReLU()), [torch.ones(1)])
 
 
 # ---- everything that was started is awaited --------------------------------------------------------------------------
