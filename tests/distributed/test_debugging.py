@@ -215,7 +215,8 @@ def test_an_unknown_flag_is_refused_before_a_model_is_sharded_and_before_it_is_c
     weight = model.weight
     with debugging("nans"), pytest.raises(OptionValueError, match="FSDP_PASSES_DEBUG"):
         fully_shard(model)
-    assert type(model) is nn.Linear and model.weight is weight
+    assert type(model) is nn.Linear
+    assert model.weight is weight
     fully_shard(model)
     with debugging("nans"), pytest.raises(OptionValueError, match="FSDP_PASSES_DEBUG"):
         overlap_fsdp(fx.symbolic_trace(nn.ReLU()), [torch.ones(1)])
