@@ -100,7 +100,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 @torch.compiler.disable
 def _begin_compiled_forward(unit: FsdpUnit) -> None:
     if not unit.context.is_in_any_forward() and not is_in_backward():
-        release_kept(unit.context, but=unit.context.on_demand)  # a backward through two calls may still need those
+        release_kept(unit.context)
     unit.may_run_eagerly = True
 
 
@@ -174,7 +174,7 @@ def _leave_forward(unit: FsdpUnit, output: Any) -> Any:
     output = _copy_gathered(unit.context, output)
     if unit.may_run_eagerly:
         unit.may_run_eagerly = False  # all of it was compiled
-        if not unit.context.is_in_any_forward() and not is_in_backward():
+        if not unit.context.is_in_any_forward():
             release_on_demand(unit.context)
     elif not is_in_backward() and not unit.is_in_method:
         _end_forward(unit, output)
@@ -198,9 +198,8 @@ def _copy_leaf(context: FsdpContext, leaf: Any, depth: int) -> Any:
     if isinstance(leaf, torch.Tensor):
         param = fsdp_parameter_of(leaf)
         if param is None:
-            addresses = context.gathered_addresses
-            local = local_tensor(leaf) if addresses and isinstance(leaf, DTensor) else leaf
-            return leaf.clone() if addresses and storage_address(local) in addresses else leaf
+            address = storage_address(local_tensor(leaf) if isinstance(leaf, DTensor) else leaf)
+            return leaf.clone() if address in context.gathered_addresses else leaf
         # The parameter's own memory is released before it is read.
         if not param.unit.is_unsharded:
             _gather_on_demand(param.unit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -109,15 +108,15 @@ def finish_gather(unit: FsdpUnit) -> None:
         unit.pending_gather = None
 
 
-def release_kept(context: FsdpContext, but: Collection[FsdpUnit] = ()) -> None:
-    """Before a new forward, release what an earlier one kept gathered and no backward released, but not these units.
+def release_kept(context: FsdpContext) -> None:
+    """Before a new forward, release what an earlier one kept gathered and no backward released.
 
     Somebody may have written the parameters since, also through `.data`, which no version counter sees.
     """
     for unit in context.units:
-        if not unit.is_held and not unit.is_kept and unit not in but:
+        if not unit.is_held and not unit.is_kept:
             release(unit)
-    context.on_demand = [unit for unit in context.on_demand if unit in but]
+    context.on_demand.clear()
     context.drain_delayed_releases(0)
 
 
@@ -187,8 +186,7 @@ def release_on_demand(context: FsdpContext) -> None:
     """Release what eager code gathered by reading it, when no backward will."""
     if context.on_demand and not torch.is_grad_enabled():
         for unit in context.on_demand:
-            if not unit.is_held:
-                release(unit)
+            release(unit)
         context.on_demand.clear()
         context.drain_delayed_releases(0)
 
