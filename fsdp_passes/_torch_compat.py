@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.experimental import _config as fx_config
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
@@ -89,7 +89,7 @@ __all__ = [
     "min_cut_rematerialization_partition",
     "never_compile_alone",
     "outside_transforms",
-    "parameters_handed_out",
+    "parameters_that_are_returned",
     "reduce_scatter_coalesced",
     "refresh_ancestors",
     "register_group_alias",
@@ -107,10 +107,8 @@ __all__ = [
     "symbols_apart",
     "tangents_of",
     "trace_artifact",
-    "tree_flatten",
     "tree_leaves",
     "tree_map_only",
-    "tree_unflatten",
     "where_autograd_is_off",
     "with_bases_of_views",
     "without_packing",
@@ -310,9 +308,9 @@ def backend_that_traces() -> Any:
     return None if translator is None else _innermost_backend(translator.output.compiler_fn)
 
 
-def parameters_handed_out() -> list[torch.Tensor]:
-    """The `nn.Parameter`s which the function that Dynamo is tracing now has read and leaves to its caller as they are:
-    in whatever it returns, appends to or stores in.
+def parameters_that_are_returned() -> list[torch.Tensor]:
+    """The `nn.Parameter`s which the function that Dynamo is tracing now has read and returns as they are, in whatever
+    it returns.
 
     They do not come out of the graph: the code behind it takes the objects from where they were read. Nor need they go
     into it.
@@ -321,27 +319,17 @@ def parameters_handed_out() -> list[torch.Tensor]:
     reason = None if translator is None else translator.output.compile_subgraph_reason
     if reason is None or reason.graph_break or reason.reason != "return_value":
         return []
-    frame, effects = translator.output.root_tx, translator.output.side_effects
+    frame = translator.output.root_tx
     scope = {"G": frame.f_globals, "L": frame.f_locals}
     found: list[torch.Tensor] = []
-    attributes_of = effects.store_attr_mutations
-    seen: dict[int, Any] = {}
-    stored: list[Any] = []
 
     def look(variable: VariableTracker) -> None:
-        if variable in attributes_of:
-            stored.append(dict(attributes_of[variable]))
-        # Only of inputs of the graph a source is asked: others may have one that cannot say where it is.
         node = variable.as_proxy().node if isinstance(variable, TensorVariable) else None
         if node is not None and node.op == "placeholder" and isinstance(node.meta.get("example_value"), nn.Parameter):
-            assert variable.source is not None
+            assert variable.source is not None  # an input of the graph
             found.append(variable.source.get_value(scope, {}, {}))
 
-    # What is new and dead was dropped from the effects.
-    written = [variable for variable in effects.id_to_variable.values() if effects.is_modified(variable)]
-    stored += [list(translator.stack), written]
-    while stored:  # attributes are no part of a variable itself
-        VariableTracker.visit(look, stored.pop(), seen)
+    VariableTracker.visit(look, translator.stack)
     return found
 
 

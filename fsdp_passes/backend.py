@@ -25,7 +25,7 @@ from fsdp_passes._torch_compat import (
     inductor_schedulers_off,
     is_deterministic,
     min_cut_rematerialization_partition,
-    parameters_handed_out,
+    parameters_that_are_returned,
     switches_autograd_on,
     without_packing,
     wrap_boxed,
@@ -46,7 +46,7 @@ from fsdp_passes.foreign import gathers_parameters
 from fsdp_passes.gather_ops import leaving_nothing_behind
 from fsdp_passes.mesh import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
-from fsdp_passes.parameter import FsdpParameter, GradientSink, fsdp_parameter_of
+from fsdp_passes.parameter import GradientSink, fsdp_parameter_of
 from fsdp_passes.passes._uses import ParameterUse
 from fsdp_passes.passes.fence_reductions import fence_reductions
 from fsdp_passes.passes.find_parameter_uses import find_parameter_uses
@@ -87,7 +87,7 @@ def overlap_fsdp(
     Raises:
         UnknownOptionError, OptionValueError: before anything is compiled.
         MutatedParameterError: the code writes into a sharded parameter.
-        ReturnedParameterError: the code returns a sharded parameter itself, or stores it in what its caller has.
+        ReturnedParameterError: the code returns a sharded parameter itself.
         ScheduleError: the schedule breaks an invariant (with `verify=True`).
     """
     settings = OverlapOptions.from_dict(options)
@@ -96,9 +96,10 @@ def overlap_fsdp(
         param = fsdp_parameter_of(example)
         if param is not None:
             param.sync_requires_grad()
-    for tensor in parameters_handed_out():
+    for tensor in parameters_that_are_returned():
         param = fsdp_parameter_of(tensor)
-        if param is not None and not _is_safe_to_hand_out(param):
+        # In a forward, the hook behind it puts values in the place of what it returns.
+        if param is not None and not param.unit.context.is_in_any_forward():
             raise ReturnedParameterError(param.qualified_name)
     original, gm = gm, copy_dynamo_graph(gm)
     uses = find_parameter_uses(gm, example_inputs)
@@ -152,13 +153,6 @@ def compile_sharded(
     inputs = place(gm, _local_inputs(example_inputs, uses, label_from))
     with elementwise_recomputed() if settings.recompute_elementwise else contextlib.nullcontext():
         return _compile_inner(gm, inputs, settings, inductor_options, lower), label_from
-
-
-def _is_safe_to_hand_out(param: FsdpParameter) -> bool:
-    """Whether the code behind a graph may have the placeholder itself: inside of a forward that is compiled in parts a
-    hook sees to what the forward returns; inside of an eager one it has values while its unit is gathered."""
-    context = param.unit.context
-    return context.is_in_compiled_forward() or (context.is_in_forward() and param.unit.is_unsharded)
 
 
 def _warn_no_cuda_graphs() -> None:

@@ -173,12 +173,8 @@ class FsdpContext:
         return any(phase is Phase.FORWARD for phase in self.phases.values())
 
     def is_in_any_forward(self) -> bool:
-        """Whether either way of running is in a forward."""
-        return self.is_in_forward() or self.is_in_compiled_forward()
-
-    def is_in_compiled_forward(self) -> bool:
-        """Whether a forward runs of which parts or all are compiled."""
-        return any(unit.is_in_compiled_forward or unit.may_run_eagerly for unit in self.units)
+        """As `is_in_forward`, or a forward runs of which parts or all are compiled."""
+        return self.is_in_forward() or any(unit.is_in_compiled_forward or unit.may_run_eagerly for unit in self.units)
 
     def enter(self, unit: FsdpUnit, phase: Phase) -> None:
         """Move `unit` to `phase`. Raises `PhaseError` for a transition that is not allowed."""

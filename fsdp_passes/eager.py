@@ -11,11 +11,8 @@ cast inputs and outputs, which the compiler traces.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import sys
-import types
 from typing import Any
 
 import torch
@@ -31,10 +28,8 @@ from fsdp_passes._torch_compat import (
     never_compile_alone,
     storage_address,
     tangents_of,
-    tree_flatten,
     tree_leaves,
     tree_map_only,
-    tree_unflatten,
 )
 from fsdp_passes.context import FsdpContext, Phase
 from fsdp_passes.eager_backward import announce_backward, pre_backward, unit_has_input_gradients, watch_gradient
@@ -49,7 +44,6 @@ from fsdp_passes.gathering import (
     keep_parts,
     release,
     release_kept,
-    release_on_demand,
     start_ahead,
     start_gather,
     undo_interrupted,
@@ -62,8 +56,6 @@ from fsdp_passes.regions import (
     region_name,
 )
 from fsdp_passes.unit import FsdpUnit, unit_of
-
-_DEPTH_OF_OBJECTS = 3  # how many objects in objects are searched for parameters in what a forward returns
 
 
 def install_hooks(module: nn.Module) -> None:
@@ -86,7 +78,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         elif not is_tracing_higher_order_op():
             unit.is_in_compiled_forward = True  # the compiler replays this at a graph break, before eager code runs
     elif is_in_compiled_region() and not is_in_foreign_region():
-        _begin_compiled_forward(unit)
+        unit.may_run_eagerly = True
     elif not unit.is_in_method:
         if is_in_compiled_region():
             warn_of_foreign_region()
@@ -95,13 +87,6 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if dtype is None or not unit.mp_policy.cast_forward_inputs:
         return None
     return _cast(args, dtype), _cast(kwargs, dtype)
-
-
-@torch.compiler.disable
-def _begin_compiled_forward(unit: FsdpUnit) -> None:
-    if not unit.context.is_in_any_forward() and not is_in_backward():
-        release_kept(unit.context)
-    unit.may_run_eagerly = True
 
 
 @torch.compiler.disable(reason=WHY_FOREIGN_GRAPHS_BREAK)  # type: ignore[untyped-decorator]
@@ -124,8 +109,7 @@ def _gather_for_forward(unit: FsdpUnit) -> None:
     if unit.is_root and context.phases:
         undo_interrupted(context)
     if not context.is_in_forward():
-        if not context.is_in_compiled_forward():  # else code around this unit may hold on to weights that it has read
-            release_kept(context)
+        release_kept(context)
         context.begin_forward()
     context.enter(unit, Phase.FORWARD)
     if unit not in context.forward_order:
@@ -171,56 +155,38 @@ def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 @torch.compiler.disable(reason=WHY_FOREIGN_GRAPHS_BREAK)  # type: ignore[untyped-decorator]
 def _leave_forward(unit: FsdpUnit, output: Any) -> Any:
-    output = _copy_gathered(unit.context, output)
+    output = tree_map_only(nn.Parameter, _copy_of_gathered, output)
+    output = _copy_views_of_gathered(unit.context, output)
     if unit.may_run_eagerly:
         unit.may_run_eagerly = False  # all of it was compiled
-        if not unit.context.is_in_any_forward():
-            release_on_demand(unit.context)
     elif not is_in_backward() and not unit.is_in_method:
         _end_forward(unit, output)
     return output
 
 
-def _copy_gathered(context: FsdpContext, output: Any, depth: int = _DEPTH_OF_OBJECTS) -> Any:
-    """`output` with a copy in place of each parameter, and of each tensor that lies in gathered memory: `weight.t()`,
-    `weight[2:]`. It is `output` itself if there are none.
+def _copy_of_gathered(tensor: nn.Parameter) -> torch.Tensor:
+    """What a forward may return in place of a parameter: the parameter's own memory is released before it is read."""
+    param = fsdp_parameter_of(tensor)
+    if param is None:
+        return tensor
+    if not param.unit.is_unsharded:
+        _gather_on_demand(param.unit)
+    return tensor.clone()
+
+
+def _copy_views_of_gathered(context: FsdpContext, output: Any) -> Any:
+    """`output` with a copy in place of each tensor that lies in gathered memory: `weight.t()`, `weight[2:]`.
 
     Also behind a root or another unit that stays gathered: the caller may read its output when the backward is over.
     """
-    leaves, structure = tree_flatten(output)
-    copied = [_copy_leaf(context, leaf, depth) for leaf in leaves]
-    if all(new is old for new, old in zip(copied, leaves, strict=True)):
+    addresses = context.gathered_addresses
+
+    def is_gathered(tensor: torch.Tensor) -> bool:
+        return storage_address(local_tensor(tensor) if isinstance(tensor, DTensor) else tensor) in addresses
+
+    if not addresses or not any(is_gathered(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)):
         return output
-    return tree_unflatten(copied, structure)
-
-
-def _copy_leaf(context: FsdpContext, leaf: Any, depth: int) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        param = fsdp_parameter_of(leaf)
-        if param is None:
-            address = storage_address(local_tensor(leaf) if isinstance(leaf, DTensor) else leaf)
-            return leaf.clone() if address in context.gathered_addresses else leaf
-        # The parameter's own memory is released before it is read.
-        if not param.unit.is_unsharded:
-            _gather_on_demand(param.unit)
-        return leaf.clone()
-    if not depth or _is_plain(leaf) or isinstance(leaf, nn.Module | type | types.FunctionType | types.ModuleType):
-        return leaf
-    # An object of a class that PyTorch does not know as a container. It is copied, too: somebody may hold on to it.
-    attributes = dict(getattr(leaf, "__dict__", {}))
-    if dataclasses.is_dataclass(leaf):  # may have slots
-        attributes |= {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
-    changed = {}
-    for name, value in attributes.items():
-        new = _copy_gathered(context, value, depth - 1)
-        if new is not value:
-            changed[name] = new
-    if not changed:
-        return leaf
-    leaf = copy.copy(leaf)
-    for name, value in changed.items():
-        object.__setattr__(leaf, name, value)  # it may be frozen
-    return leaf
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.clone() if is_gathered(tensor) else tensor, output)
 
 
 def _end_forward(unit: FsdpUnit, output: Any) -> None:
@@ -241,13 +207,9 @@ def _end_forward(unit: FsdpUnit, output: Any) -> None:
     # An output that hides its tensors in an object of unknown type cannot announce the backward: stay gathered.
     hides_tensors = torch.is_grad_enabled() and any(not _is_plain(leaf) for leaf in leaves)
     for owner in (unit, *unit.borrows_from) if not hides_tensors and not unit.is_borrowed_in(Phase.FORWARD) else ():
-        # Code around this unit has read a weight ahead of it, and may hold on to that.
-        is_read_outside = owner in context.on_demand
-        if not is_read_outside and (owner.reshards_after_forward or not torch.is_grad_enabled()):
+        if owner.reshards_after_forward or not torch.is_grad_enabled():
             keep_parts(owner)
             release(owner)
-    if not context.is_in_any_forward():
-        release_on_demand(context)
     if not context.is_in_forward():
         context.drain_delayed_releases(0)
         context.offloading.await_reads()  # the caller may write the shards now
@@ -279,8 +241,8 @@ def gather_for_eager_read(unit: FsdpUnit) -> None:
 def _gather_on_demand(unit: FsdpUnit) -> None:
     """Make the unit's parameters whole for eager code that no hook prepared.
 
-    They stay whole until the backward has ended, or without gradients until the forward has, or the next compiled graph
-    runs: what reads them is not known.
+    They stay whole until the backward has ended, or without gradients until the next compiled graph runs: what reads
+    them is not known.
     """
     if not is_in_backward():
         for param in unit.params:

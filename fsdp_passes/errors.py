@@ -266,14 +266,13 @@ class MutatedParameterError(FsdpError, RuntimeError):
 
 
 class ReturnedParameterError(FsdpError, RuntimeError):
-    """Compiled code returns or stores a sharded parameter itself, which is empty outside of the graph."""
+    """Compiled code returns a sharded parameter itself, which is empty outside of the graph."""
 
     def __init__(self, parameter: str) -> None:
         super().__init__(
             f"{parameter}: expected the compiled function to return what it computes, found that it returns this "
-            "parameter itself, or stores it where the caller sees it. Its gathered values are gone by then. Return "
-            "parameter.clone() instead, or read the parameter outside of the compiled function, which gives the "
-            "sharded DTensor."
+            "parameter itself, whose gathered values are gone by then. Return parameter.clone() instead, or read the "
+            "parameter outside of the compiled function, which gives the sharded DTensor."
         )
 
 

@@ -116,7 +116,6 @@ def release_kept(context: FsdpContext) -> None:
     for unit in context.units:
         if not unit.is_held and not unit.is_kept:
             release(unit)
-    context.on_demand.clear()
     context.drain_delayed_releases(0)
 
 

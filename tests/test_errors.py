@@ -171,8 +171,8 @@ unit 'layers.0': expected inputs of compiled code without tangents, found some o
         uncompiled.
 [ReturnedParameterError]
 head.weight: expected the compiled function to return what it computes, found that it returns this parameter itself,
-        or stores it where the caller sees it. Its gathered values are gone by then. Return parameter.clone()
-        instead, or read the parameter outside of the compiled function, which gives the sharded DTensor.
+        whose gathered values are gone by then. Return parameter.clone() instead, or read the parameter outside of
+        the compiled function, which gives the sharded DTensor.
 [ScheduleError]
 forward graph of units root: expected a schedule that keeps every invariant, found 2 violation(s):
   - all_gather 0 (unit 0): is started but never awaited

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,20 +21,6 @@ from tests.training import assert_same, build, train, whole
 
 HERE = "tests.distributed.test_handed_out_weights"
 DIM = 6
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Record:
-    """No container to PyTorch."""
-
-    values: Any
-
-
-class Holder:
-    def __init__(self, *, values: Any) -> None:
-        self.values = values
-
-
 FORMS: dict[str, Callable[[Tensor], Any]] = {
     "itself": lambda w: w,
     "transposed": lambda w: w.t(),
@@ -43,8 +28,6 @@ FORMS: dict[str, Callable[[Tensor], Any]] = {
     "detached": lambda w: (w.detach(), w),
     "cast": lambda w: w.double(),
     "expanded": lambda w: w[:, :1].expand(DIM, DIM),
-    "in a record": lambda w: Record([w, w.t()]),
-    "in objects": lambda w: (Holder(values={"a": Record(w)}), w[3]),
 }
 
 
@@ -57,13 +40,8 @@ class First(nn.Module):
         return torch.tanh(x @ self.weight), FORMS[self.form](self.weight)
 
 
-def _tensors(views: Any) -> list[Tensor]:
-    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(views) if leaf is not None]
-    return [t for leaf in leaves for t in ([leaf] if isinstance(leaf, Tensor) else _tensors(leaf.values))]
-
-
 def _used(views: Any) -> Tensor:
-    leaves = _tensors(views)
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(views) if leaf is not None]
     return torch.stack([view.float().sin().mean() for view in leaves]).sum()
 
 
@@ -115,19 +93,6 @@ class HandsOutTied(nn.Module):
         return x.square().mean() + _used((rows, transposed))
 
 
-class ReadsAhead(nn.Module):
-    """Reads weights ahead of the units that own them, and uses them behind these units' forwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.first.weight, self.second.weight
-        x = self.second(torch.tanh(self.first(x)))
-        return (torch.tanh(x @ first) @ second).square().mean() + second[0].sum()
-
-
 # ---- on the ranks ----------------------------------------------------------------------------------------------------
 
 
@@ -160,18 +125,6 @@ def views_of_others_train(way: str) -> None:
     _trains(HandsOutTied, ["first", "second", "third"], way)
 
 
-def reads_ahead(way: str) -> None:
-    for reshard in (True, False):
-        torch._dynamo.reset()
-        _trains(ReadsAhead, ["first", "second"], way, reshard_after_forward=reshard)
-    if way == "fallback":
-        model = fully_shard(ReadsAhead(), units=["first", "second"])
-        with torch.no_grad():
-            model(torch.ones(1, DIM))
-        params = [param for unit in unit_of(model).context.units for param in unit.params]  # type: ignore[union-attr]
-        assert all(param.placeholder.untyped_storage().size() == 0 for param in params)
-
-
 def units_that_stay_gathered() -> None:
     """What the root returns is read behind the backward, and without gradients; what another unit that is not resharded
     returns has its gradient."""
@@ -185,36 +138,6 @@ def units_that_stay_gathered() -> None:
     with torch.no_grad():
         assert torch.equal(model(x)[1], reference.weight.t())
     _trains(lambda: HandsOut("transposed"), ["first", "second"], "fallback", reshard_after_forward=False)
-
-
-def a_root_returns_objects(way: str) -> None:
-    """The copy in the object has its values when the backward is over, and its gradient; the object that the model may
-    hold on to is left as it was."""
-    for form in ("in a record", "in objects"):
-        torch._dynamo.reset()
-        model, reference = build(lambda form=form: First(form))  # type: ignore[misc]
-        call = call_of(fully_shard(model), way)
-        for _ in range(2):
-            found, expected = (run(torch.ones(2, DIM)) for run in (call, reference))
-            for out, held in (found, expected):
-                (out.square().mean() + _used(held)).backward()
-            for value, right in zip(_tensors(found[1]), _tensors(expected[1]), strict=True):
-                assert torch.equal(value, right)
-        torch.testing.assert_close(whole(model.weight.grad), reference.weight.grad)
-        with torch.no_grad():
-            assert torch.equal(_tensors(call(torch.ones(2, DIM))[1])[0], reference.weight)
-    if way == "fallback":
-        kept = Holder(values=None)
-
-        class Keeps(First):
-            def forward(self, x: Tensor) -> Any:
-                kept.values = self.weight
-                return kept
-
-        returned = fully_shard(Keeps("itself"))(torch.ones(2, DIM))
-        assert returned is not kept
-        assert returned.values is not kept.values
-        assert fully_shard(nn.Identity())(returned) is returned  # nothing in it is gathered
 
 
 def only_views_are_copied() -> None:
@@ -309,18 +232,8 @@ def test_views_of_nested_and_of_tied_weights_have_values_and_gradients(two_ranks
     two_ranks.run(f"{HERE}:views_of_others_train", way=way)
 
 
-@pytest.mark.parametrize("way", ["fallback", "aot_eager"])
-def test_weights_that_are_read_ahead_of_their_unit_are_whole_behind_it(two_ranks: RankPool, way: str) -> None:
-    two_ranks.run(f"{HERE}:reads_ahead", way=way)
-
-
 def test_views_of_a_weight_that_stays_gathered_outlive_the_backward(two_ranks: RankPool) -> None:
     two_ranks.run(f"{HERE}:units_that_stay_gathered")
-
-
-@pytest.mark.parametrize("way", ["fallback", "aot_eager"])
-def test_a_weight_in_an_object_that_a_root_returns_outlives_the_backward(two_ranks: RankPool, way: str) -> None:
-    two_ranks.run(f"{HERE}:a_root_returns_objects", way=way)
 
 
 def test_outputs_that_are_no_views_of_weights_are_not_copied(two_ranks: RankPool) -> None:
