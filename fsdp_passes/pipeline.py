@@ -224,7 +224,12 @@ class LowerAndSchedule(CustomGraphPass):
         )
         annotate_collectives(graph, unit_names=unit_names)
         is_watched = self.has_peers and options.collective_timeout_s != 0
-        run("await_collectives", lambda: await_collectives(graph, labels=labels if is_watched else {}))
+        run(
+            "await_collectives",
+            lambda: await_collectives(
+                graph, labels=labels if is_watched else {}, holds_sent=options.inner == "inductor"
+            ),
+        )
         keep("scheduled")
         result.events = events_from_graph(graph)
         if self.has_peers and options.agreement_timeout_s > 0:

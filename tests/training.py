@@ -108,14 +108,16 @@ def build(make: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, nn.M
 
 @contextlib.contextmanager
 def recorded_collectives() -> Iterator[list[str]]:
-    """The collectives that start inside, in order, as the profiler saw them: generated code and eager code alike."""
+    """The collectives that start inside, in order, as the profiler saw them: those of graphs, whoever runs them."""
     names: list[str] = []
     with cpu_profile() as profiler:
         yield names
     for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
         kind = next((kind for part, kind in _KINDS.items() if event.name.startswith(f"c10d::{part}")), None)
-        if kind is not None:
-            is_ahead = kind == "all_gather" and "fsdp_passes::start_next_graph" in _names_around(event)
+        # What the fallback sends, or reduces behind a graph, is no operator's.
+        around = [name for name in _names_around(event) if name.startswith(("fsdp_passes::", "_c10d_functional::"))]
+        if kind is not None and around:
+            is_ahead = kind == "all_gather" and "fsdp_passes::start_next_graph" in around
             names.append("all_gather_ahead" if is_ahead else kind)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 from torch import fx
 
 from fsdp_passes.passes._graph import group_of_start
-from fsdp_passes.schedule import BUCKET_META, ROLE_META, WAIT, Bucket, bucket_of, is_wait
+from fsdp_passes.schedule import ALL_REDUCE, BUCKET_META, ROLE_META, WAIT, Bucket, bucket_of, is_wait
 from fsdp_passes.watchdog import AWAIT_COLLECTIVE
 
 
-def await_collectives(graph: fx.Graph, *, labels: dict[int, fx.Node]) -> int:
+def await_collectives(graph: fx.Graph, *, labels: dict[int, fx.Node], holds_sent: bool = True) -> int:
     """Replace the waits of each bucket by one `await_collective`.
 
     Before:  w0 = wait(ag[0]) ; w1 = wait(ag[1]) ; mm(x, w0)
@@ -19,8 +19,10 @@ def await_collectives(graph: fx.Graph, *, labels: dict[int, fx.Node]) -> int:
 
     With a wait for each result a compiler has twice the nodes for every parameter, and gloo copies the results of the
     whole collective in each wait of a reduction. What was sent is an argument too: its memory is in use until here.
+    An all-reduce is in place, so that its results are what it sends.
 
     `labels`: unit index -> the graph input that holds the unit's name, for errors. Units without are not watched.
+    `holds_sent`: False where nobody gives memory away that a collective reads: outside of Inductor.
 
     Requires: the final order, invariant 1 (see docs/design.md). Does nothing where it has run already.
     Returns: number of inserted nodes.
@@ -34,16 +36,21 @@ def await_collectives(graph: fx.Graph, *, labels: dict[int, fx.Node]) -> int:
         elif bucket is not None and is_wait(node) and node.target is not AWAIT_COLLECTIVE:
             waits.setdefault(bucket, []).append(node)
     for bucket, nodes in waits.items():
-        _merge(graph, bucket, starts[bucket], nodes, labels.get(bucket.unit))
+        _merge(graph, bucket, starts[bucket], nodes, labels.get(bucket.unit), holds_sent)
     return len(waits)
 
 
-def _merge(graph: fx.Graph, bucket: Bucket, start: fx.Node, waits: list[fx.Node], label: fx.Node | None) -> None:
+def _merge(
+    graph: fx.Graph, bucket: Bucket, start: fx.Node, waits: list[fx.Node], label: fx.Node | None, holds_sent: bool
+) -> None:
     results: list[Any] = [wait.args[0] for wait in waits]
     for result in results:
         if result is not start:
             waits[0].prepend(result)  # the last one may stand between the waits
-    sent = start.args[0] if isinstance(start.args[0], list | tuple) else [start.args[0]]
+    assert results[0] is start or results[0].args[1] == 0, f"{start.name}: its work is registered for its first result"
+    sent: Any = start.args[0] if isinstance(start.args[0], list | tuple) else [start.args[0]]
+    if bucket.kind == ALL_REDUCE or not holds_sent:
+        sent = []
     with graph.inserting_before(waits[0]):
         arguments = (results, list(sent), label, bucket.kind, group_of_start(start))
         node = graph.call_function(AWAIT_COLLECTIVE, arguments)

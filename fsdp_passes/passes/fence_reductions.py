@@ -37,6 +37,7 @@ def fence_reductions(snodes: list[Any]) -> list[Any]:
     starts.sort(key=lambda item: item[0])
     for (_, earlier), (_, later) in itertools.pairwise(starts):
         add_order_dependency(later, earlier)
+    refresh_ancestors(snodes)  # a kernel that an earlier start needs must not be put behind a later one
     for snode, place in zip(snodes, places, strict=True):
         before = [start for where, start in starts if where < place]
         # The last start is enough: the starts depend on each other in order.
