@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from fsdp_passes.passes._graph import group_of_start
-from fsdp_passes.schedule import ALL_REDUCE, BUCKET_META, ROLE_META, WAIT, Bucket, bucket_of, is_wait
+from fsdp_passes.schedule import ALL_REDUCE, BUCKET_META, FINISH, ROLE_META, WAIT, Bucket, bucket_of, is_wait
 from fsdp_passes.watchdog import AWAIT_COLLECTIVE
+
+_DIMS_OF_IMAGES = 3  # of a convolution's weight, at least
 
 
 def await_collectives(graph: fx.Graph, *, labels: dict[int, fx.Node], holds_sent: bool = True) -> int:
@@ -58,5 +61,12 @@ def _merge(
     if "custom" in waits[0].meta:
         node.meta["custom"] = waits[0].meta["custom"]
     for result, wait in zip(results, waits, strict=True):
-        wait.replace_all_uses_with(result)
+        value = result
+        if result.meta["val"].dim() >= _DIMS_OF_IMAGES:
+            # What a convolution reads, Inductor copies into another layout where it is made. That is here, not at the
+            # start: the copy would be read before the collective has written it, and awaited in its place.
+            with graph.inserting_before(wait):
+                value = graph.call_function(torch.ops.aten.alias.default, (result,))
+            value.meta.update({"val": result.meta["val"], BUCKET_META: bucket, ROLE_META: FINISH})
+        wait.replace_all_uses_with(value)
         graph.erase_node(wait)

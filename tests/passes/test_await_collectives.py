@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fsdp_passes import fully_shard, overlap_fsdp
 from fsdp_passes.generated_code import read_generated_code
@@ -112,6 +112,21 @@ def test_no_collective_of_a_step_stays_in_pytorchs_registry(inner: str, bucket_m
     before = torch._C._distributed_c10d._get_work_registry_size()
     compiled(torch.arange(4)).sum().backward()
     assert torch._C._distributed_c10d._get_work_registry_size() == before
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_convolutions_weight_that_is_kept_changes_its_layout_behind_the_wait() -> None:
+    """Inductor copies it where it is made, and that was the start: the generated code is refused then."""
+    reference = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 6, 3))
+    model = fully_shard(copy.deepcopy(reference), units=["0", "2"], reshard_after_forward=False)
+    images = torch.randn(2, 3, 8, 8)
+    found = torch.compile(model, backend=overlap_fsdp)(images)
+    expected = reference(images)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    found.square().mean().backward()
+    expected.square().mean().backward()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad.full_tensor(), reference.get_parameter(name).grad, rtol=0, atol=1e-5)
 
 
 def test_generated_code_waits_once_and_a_kernel_ahead_of_it_reads_too_early() -> None:
