@@ -619,7 +619,7 @@ def compile_cache_failure(error: Exception) -> tuple[str, OSError] | None:
 
 # ---- eager collectives -----------------------------------------------------------------------------------------------
 
-# Renamed in 2.13; the old names warn there.
+# Renamed in 2.13.
 _IS_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
 _ALL_GATHER = "all_gather_single_coalesced" if _IS_RENAMED else "allgather_into_tensor_coalesced"
 _REDUCE_SCATTER = "reduce_scatter_single_coalesced" if _IS_RENAMED else "reduce_scatter_tensor_coalesced"

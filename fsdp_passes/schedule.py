@@ -225,11 +225,9 @@ def _event_of_node(node: fx.Node, reads: dict[fx.Node, tuple[Bucket, ...]]) -> S
     if node.target is START_NEXT_GRAPH:
         return ScheduleEvent("start_next", node.name)
     if bucket is not None:
-        if role == START or is_wait(node):
-            return ScheduleEvent(
-                START if role == START else WAIT, node.name, bucket, sent_on(node) if role == START else ()
-            )
-        return None
+        if role == START:
+            return ScheduleEvent(START, node.name, bucket, sent_on(node))
+        return ScheduleEvent(WAIT, node.name, bucket) if is_wait(node) else None
     return ScheduleEvent("compute", node.name, reads=reads.get(node, ()), is_heavy=is_heavy(node))
 
 

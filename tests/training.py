@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_passes.inspect.trace_names import collective_kind
 from tests.profiles import cpu_profile
 
 Batch = tuple[Tensor, ...]
@@ -113,21 +114,12 @@ def recorded_collectives() -> Iterator[list[str]]:
     with cpu_profile() as profiler:
         yield names
     for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
-        kind = next((kind for part, kind in _KINDS.items() if event.name.startswith(f"c10d::{part}")), None)
+        kind = collective_kind(event.name) if event.name.startswith("c10d::") else "other"
         # What the fallback sends, or reduces behind a graph, is no operator's.
         around = [name for name in _names_around(event) if name.startswith(("fsdp_passes::", "_c10d_functional::"))]
-        if kind is not None and around:
+        if kind != "other" and around:
             is_ahead = kind == "all_gather" and "fsdp_passes::start_next_graph" in around
             names.append("all_gather_ahead" if is_ahead else kind)
-
-
-_KINDS = {
-    "allgather": "all_gather",
-    "_allgather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter": "reduce_scatter",
-    "allreduce": "all_reduce",
-}
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ def _merge(
     results: list[Any] = [wait.args[0] for wait in waits]
     for result in results:
         if result is not start:
-            waits[0].prepend(result)  # the last one may stand between the waits
+            waits[0].prepend(result)  # it may stand between the waits
     assert results[0] is start or results[0].args[1] == 0, f"{start.name}: its work is registered for its first result"
     sent: Any = start.args[0] if isinstance(start.args[0], list | tuple) else [start.args[0]]
     if bucket.kind == ALL_REDUCE or not holds_sent:

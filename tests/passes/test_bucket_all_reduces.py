@@ -9,10 +9,12 @@ from torch import Tensor, fx
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_passes import fully_shard
+from fsdp_passes.passes.await_collectives import await_collectives
 from fsdp_passes.passes.bucket_all_reduces import bucket_all_reduces
 from fsdp_passes.passes.bucket_reduce_scatters import bucket_reduce_scatters
 from fsdp_passes.pipeline import CompilationRecord, graph_text
 from fsdp_passes.schedule import ALL_REDUCE, REDUCE_SCATTER, bucket_of
+from fsdp_passes.watchdog import AWAIT_COLLECTIVE
 from tests.graphs import TinyTransformer, assert_keeps_values, compile_step, reduce_grad, short, steps, trace
 
 
@@ -38,6 +40,16 @@ def lowered(graph: fx.Graph, mode: str = "coalesced") -> fx.Graph:
     bucket_reduce_scatters(graph, bucket_mode=mode)
     graph.lint()
     return graph
+
+
+@pytest.mark.usefixtures("eight_fake_ranks")
+def test_its_wait_takes_no_inputs_since_its_results_are_what_it_sends() -> None:
+    graph = lowered(two_gradients_graph())
+    await_collectives(graph, labels={})
+    waits = graph.find_nodes(op="call_function", target=AWAIT_COLLECTIVE)
+    assert [(wait.args[3], len(wait.args[0]), len(wait.args[1])) for wait in waits] == [
+        *[("reduce_scatter", 2, 2), ("all_reduce", 2, 0)]
+    ]
 
 
 def replicas_record(**options: object) -> CompilationRecord:

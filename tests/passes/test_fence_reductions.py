@@ -73,10 +73,17 @@ def fenced(kernels: list[Kernel]) -> list[tuple[str, str]]:
     added: list[tuple[str, str]] = []
     by_place = {kernel.place: kernel for kernel in kernels}
 
+    by_name = {kernel.name: kernel for kernel in kernels}
+
     def add(kernel: Kernel, earlier: Kernel) -> None:
         if earlier.name not in kernel.ancestors:
             added.append((kernel.name, earlier.name))
-        kernel.ancestors |= {earlier.name, *earlier.ancestors}
+
+    def refresh(_: object) -> None:
+        for _ in kernels:  # as often as a chain can be long
+            for kernel, earlier in added:
+                start = by_name[earlier]
+                by_name[kernel].ancestors |= {start.name, *start.ancestors}
 
     with contextlib.ExitStack() as stack:
         for name, replacement in {
@@ -85,7 +92,7 @@ def fenced(kernels: list[Kernel]) -> list[tuple[str, str]]:
             "bucket_of": lambda place: by_place[place].bucket,
             "scheduler_node_kind": lambda kernel: kernel.kind,
             "add_order_dependency": add,
-            "refresh_ancestors": lambda _: None,
+            "refresh_ancestors": refresh,
         }.items():
             stack.enter_context(unittest.mock.patch(f"fsdp_passes.passes.fence_reductions.{name}", replacement))
         assert fence_reductions(kernels) == kernels
@@ -122,6 +129,12 @@ def test_a_kernel_that_the_start_itself_needs_is_not_fenced() -> None:
     start = reduction("reduce", 2)
     start.ancestors.add("makes the gradient")
     assert fenced([start, Kernel("makes the gradient", 3), Kernel("other", 4)]) == [("other", "reduce")]
+
+
+def test_a_kernel_that_an_earlier_start_needs_is_not_put_behind_a_later_one() -> None:
+    first, second = reduction("first", 2), reduction("second", 4)
+    first.ancestors.add("makes the gradient")
+    assert fenced([first, second, Kernel("makes the gradient", 5)]) == [("second", "first")]
 
 
 def test_only_compute_is_fenced() -> None:
