@@ -39,6 +39,7 @@ _LOOKS_PER_TIMEOUT = 8  # so that two looks and the reading of marks fit behind 
 _WARN_AT = 0.75  # of the timeout
 _RANKS_PER_SECOND = 100  # marks that one store is asked to take
 _NUM_EVENTS = 256  # of the waits that were queued last on a GPU: more than a step has
+_END_S = 10.0  # how long the end of the process waits for a look: an answer of the store on a busy machine
 _PATIENCE_LOOKS = 4  # after how many looks a rank without a mark has ended: each leaves one at its second look
 
 Named = Tensor | HasDisplayName  # a unit, or its label
@@ -231,11 +232,13 @@ class _Watchman(threading.Thread):
                     self.watches.remove(watch)
 
     def stop(self) -> None:
-        """A thread in the store's C++ code while the interpreter ends would end it with a crash."""
+        """A thread in the store's C++ code while the interpreter ends would abort it ("terminate called without an
+        active exception")."""
         self.is_over.set()
+        end_s = time.monotonic() + _END_S
         for thread in (self, *(watch.warning for watch in self.watches)):
             if thread is not None:
-                thread.join(1.0)
+                thread.join(max(0.0, end_s - time.monotonic()))
 
 
 # By the group itself and weakly: a second group may have the name of one that was destroyed. None: no peers.

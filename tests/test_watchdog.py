@@ -16,7 +16,7 @@ from fsdp_passes import fully_shard
 from fsdp_passes._torch_compat import group_timeout_s
 from fsdp_passes.errors import CollectiveError, OptionValueError
 from fsdp_passes.marks import FAILED, IDLE, WAITS, Board, Mark, Sighting, within
-from fsdp_passes.watchdog import Watch, watch_of
+from fsdp_passes.watchdog import Watch, _Watchman, watch_of
 from tests.graphs import eight_fake_ranks as eight_fake_ranks
 from tests.graphs import folded
 from tests.graphs import one_rank as one_rank
@@ -116,6 +116,27 @@ def test_a_store_that_gives_no_answer_holds_nobody_up() -> None:
         mine.run(LAYER, "all_gather", fail)
     assert time.monotonic() - begin_s < 5
     assert raised.value.missing_ranks == (1,)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_end_of_a_process_waits_for_a_look_that_is_on_its_way() -> None:
+    is_looking, answers = threading.Event(), threading.Event()
+
+    class Slow:
+        def set(self, *_: object) -> None:
+            is_looking.set()
+            time.sleep(1.5)
+            answers.set()
+
+    mine, _ = watches(2, 0.08)
+    mine.board._store = Slow()  # type: ignore[assignment]
+    watchman = _Watchman()
+    watchman.watches.append(mine)
+    watchman.start()
+    assert is_looking.wait(10)
+    watchman.stop()
+    assert answers.is_set()
+    assert not watchman.is_alive()
 
 
 def test_a_store_that_refuses_is_lost() -> None:
