@@ -387,6 +387,13 @@ class NotAUnitError(FsdpError, ValueError):
         )
 
 
+class PrefetchError(FsdpError, ValueError):
+    """Something else than units of one model was chosen to be gathered ahead."""
+
+    def __init__(self, unit: str, expected: str, found: str, instead: str) -> None:
+        super().__init__(f"unit {unit!r}: expected {expected} to gather ahead, found {found}. {instead}")
+
+
 class PickledModuleError(FsdpError, NotImplementedError):
     """A sharded module was to be pickled."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
 from fsdp_passes.context import Phase, set_mesh_timeout
-from fsdp_passes.errors import NotAUnitError, OptionValueError, UnitInUseError
+from fsdp_passes.errors import NotAUnitError, OptionValueError, PrefetchError, UnitInUseError
 from fsdp_passes.gathering import finish_gather, release, start_gather, undo
 from fsdp_passes.unit import FsdpUnit, unit_of
 from fsdp_passes.unsupported import UnsupportedMethods
@@ -58,11 +58,11 @@ class FsdpModule(UnsupportedMethods):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather these units while this one computes its forward, instead of the one that followed it last time."""
-        _own_unit(self).forward_prefetch = [_own_unit(module) for module in modules]
+        _own_unit(self).forward_prefetch = _listed_units(self, modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Gather these units while this one computes its backward, instead of the one that came before it."""
-        _own_unit(self).backward_prefetch = [_own_unit(module) for module in modules]
+        _own_unit(self).backward_prefetch = _listed_units(self, modules)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
@@ -172,6 +172,17 @@ def _units(module: object, recurse: bool) -> list[FsdpUnit]:
     assert isinstance(module, nn.Module)
     nested = [unit_of(child) for child in module.modules()] if recurse else [own]
     return [unit for unit in nested if unit is not None]
+
+
+def _listed_units(module: object, listed: object) -> list[FsdpUnit]:
+    """The units of the listed modules. That they are of one model is checked where they are gathered: the root may be
+    sharded later."""
+    own = _own_unit(module)
+    is_single = isinstance(listed, nn.Module) and not isinstance(listed, nn.ModuleList)  # also an nn.Sequential
+    if is_single or not isinstance(listed, Iterable):
+        found = f"a single {type(listed).__name__}"
+        raise PrefetchError(own.display_name, "a list of modules", found, "Pass [module], and [] for none.")
+    return [_own_unit(one) for one in listed]
 
 
 def _own_unit(module: object) -> FsdpUnit:

@@ -11,7 +11,7 @@ import torch
 from fsdp_passes._torch_compat import all_gather_coalesced, is_in_backward, outside_transforms
 from fsdp_passes.context import DelayedRelease, FsdpContext
 from fsdp_passes.debug import debug_flags, poison
-from fsdp_passes.errors import CollectiveError
+from fsdp_passes.errors import CollectiveError, PrefetchError
 from fsdp_passes.gather_ops import GatherRequest, drop_started
 from fsdp_passes.lookahead import Entry
 from fsdp_passes.mesh import shard_group
@@ -167,6 +167,11 @@ def _by_dtype(params: list[FsdpParameter]) -> list[list[FsdpParameter]]:
 def start_ahead(unit: FsdpUnit, chosen: list[FsdpUnit] | None, expected: list[FsdpUnit], *, is_backward: bool) -> None:
     """Start the gathers that `unit` computes in front of: the user's choice, or else a compiled graph if one came next
     the last time, or else the eager unit that is expected."""
+    for other in chosen or ():
+        if other.context is not unit.context:
+            found = f"unit {other.display_name!r} of another model"
+            instead = "Choose among the units below one root, or call fully_shard on the module that holds both."
+            raise PrefetchError(unit.display_name, "units of its own model", found, instead)
     lookahead = unit.context.lookahead
     entry = Entry(unit, False, is_backward, is_backward, is_backward or torch.is_grad_enabled())
     lookahead.enter(entry, functools.partial(start_gather, unit))

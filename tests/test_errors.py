@@ -47,6 +47,7 @@ EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
     errors.CompileCacheError: ("/caches/inductor", OSError(28, "No space left on device")),
     errors.UseBeforeWaitError: ("aten.mm", "all_gather", "layers.0", "  model.py:3"),
     errors.NotAUnitError: ("Linear",),
+    errors.PrefetchError: ("layers.0", "a list of modules", "a Linear", "Pass [module]."),
     errors.PickledModuleError: ("Linear",),
     errors.ExportedModuleError: (),
     errors.HardwareError: ("hardware", "'h1000'", "one of a100, h100"),
@@ -198,6 +199,8 @@ aten.mm: expected the all_gather of unit 'layers.0' to be awaited before its res
 [NotAUnitError]
 Linear: expected a module that fully_shard was called on, found one that is no unit. Call fully_shard on it, or name
         the unit that owns its parameters.
+[PrefetchError]
+unit 'layers.0': expected a list of modules to gather ahead, found a Linear. Pass [module].
 [PickledModuleError]
 Linear: expected state_dict() to be saved, found the sharded module itself. It holds process groups, which live in
         one run only. Save the state with torch.distributed.checkpoint and load it into a model that is built and

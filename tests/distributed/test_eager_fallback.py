@@ -11,9 +11,17 @@ from torch import Tensor, nn
 
 from fsdp_passes import fully_shard, overlap_fsdp
 from fsdp_passes.context import Phase
-from fsdp_passes.errors import DeviceError, NotAUnitError, PhaseError, StaleParametersError, UnitInUseError
+from fsdp_passes.errors import (
+    DeviceError,
+    NotAUnitError,
+    PhaseError,
+    PrefetchError,
+    StaleParametersError,
+    UnitInUseError,
+)
 from fsdp_passes.pipeline import record_compilations
 from fsdp_passes.unit import unit_of
+from tests.graphs import one_rank as one_rank
 from tests.models import Block, Transformer, token_batches
 from tests.profiles import cpu_profile
 from tests.ranks import RankPool
@@ -286,3 +294,30 @@ def test_wrong_uses_are_refused_by_name(two_ranks: RankPool) -> None:
 
 def test_at_most_two_units_are_whole_at_once(two_ranks: RankPool) -> None:
     assert two_ranks.run(f"{HERE}:at_most_two_units_are_whole") == [2, 2]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_is_gathered_ahead_is_a_list_of_units_of_one_model() -> None:
+    model, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    for layer in (*model, *other):
+        fully_shard(layer)
+    model[0].set_modules_to_forward_prefetch([model[1]])  # whose root is not sharded yet
+    model[1].set_modules_to_backward_prefetch(nn.ModuleList([model[0]]))
+    for module in (model, other):
+        fully_shard(module)
+    x = torch.ones(2, 4)
+    model(x).sum().backward()
+    for single in (model[1], model, None):
+        with pytest.raises(PrefetchError, match=r"^unit '0': expected a list of modules.* found a single .*\[module\]"):
+            model[0].set_modules_to_forward_prefetch(single)
+    model[0].set_modules_to_forward_prefetch([other[1]])
+    with pytest.raises(PrefetchError, match=r"^unit '0': expected units of its own model.* found unit '1' of another"):
+        model(x)
+    model[0].set_modules_to_forward_prefetch([])
+    model[1].set_modules_to_backward_prefetch([other[0]])
+    loss = model(x).sum()
+    with pytest.raises(PrefetchError, match=r"^unit '1': expected units of its own model.* found unit '0' of another"):
+        loss.backward()
+    model[1].set_modules_to_backward_prefetch([model[0]])
+    model(x).sum().backward()
+    assert unit_of(other[0]).gathered_versions is unit_of(other[1]).gathered_versions is None  # type: ignore[union-attr]
