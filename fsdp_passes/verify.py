@@ -154,7 +154,7 @@ def _check_one_layer_ahead(timeline: _Timeline, prefetch: int) -> tuple[list[str
             if index == 0:
                 if any(event.is_heavy for event in timeline.events[start:wait]):
                     continue
-                exceptions.append(f"{bucket.label}: exposed, it is the first of the graph and nothing runs before it")
+                exceptions.append(f"{bucket.label}: nothing in this graph hides it, it is the first and nothing runs before it")
                 continue
             ahead = units[max(0, index - prefetch)]
             if start > timeline.first_read(ahead):
@@ -167,7 +167,7 @@ def _check_one_layer_ahead(timeline: _Timeline, prefetch: int) -> tuple[list[str
                 default=timeline.first_read(previous),
             )
             if timeline.first_read(previous) == read:
-                exceptions.append(f"{bucket.label}: exposed, one kernel reads it and unit {previous[0].unit}")
+                exceptions.append(f"{bucket.label}: not hidden by unit {previous[0].unit}, one kernel reads both")
             elif wait < last:
                 problems.append(
                     f"{bucket.label}: is awaited before the compute of unit {previous[0].unit}, expected behind it"

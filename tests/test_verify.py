@@ -51,7 +51,7 @@ def test_a_good_schedule_passes_and_its_figures_are_reported() -> None:
     report = verify_schedule(schedule(GOOD), prefetch=1, where="here")
     assert report.problems == report.losses == ()
     (exception,) = report.exceptions
-    assert exception == "all_gather 0 (unit 0): exposed, it is the first of the graph and nothing runs before it"
+    assert exception == "all_gather 0 (unit 0): nothing in this graph hides it, it is the first and nothing runs before it"
     assert report.max_unsharded_units == 2
     assert report.max_unsharded_bytes == 101 + 102
 
@@ -207,7 +207,7 @@ def test_with_prefetch_two_the_start_is_expected_two_units_ahead() -> None:
 def test_two_units_in_one_kernel_cannot_hide_each_other() -> None:
     report = check_schedule(schedule("g0.start g1.start g0.wait g1.wait mm(g0,g1)"), prefetch=1)
     assert report.problems == report.losses == ()
-    assert "all_gather 1 (unit 1): exposed, one kernel reads it and unit 0" in report.exceptions
+    assert "all_gather 1 (unit 1): not hidden by unit 0, one kernel reads both" in report.exceptions
 
 
 def test_a_unit_that_is_read_again_later_stays_unsharded_and_says_so() -> None:

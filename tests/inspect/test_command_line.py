@@ -165,7 +165,7 @@ def test_golden_verify(capsys: pytest.CaptureFixture[str]) -> None:
         folded(capsys.readouterr().out),
         """\
 forward, graph: every invariant holds
-  note: all_gather 0 (unit root): exposed, it is the first of the graph and nothing runs before it
+  note: all_gather 0 (unit root): nothing in this graph hides it, it is the first and nothing runs before it
 backward, graph: every invariant holds""",
     )
 

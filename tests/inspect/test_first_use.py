@@ -139,7 +139,7 @@ def test_a_shape_that_does_not_fit_is_told_without_pytorchs_log(capsys: pytest.C
 
 def test_verify_calls_units_by_their_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "first_targets:tiny"]) == 0
-    assert "note: all_gather 0 (unit 0.0): exposed, it is the first of the graph" in capsys.readouterr().out
+    assert "note: all_gather 0 (unit 0.0): nothing in this graph hides it" in capsys.readouterr().out
 
 
 def test_a_pass_that_changes_nothing_says_so(capsys: pytest.CaptureFixture[str]) -> None:
