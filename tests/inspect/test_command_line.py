@@ -117,30 +117,14 @@ def test_golden_diff(capsys: pytest.CaptureFixture[str]) -> None:
 @@ -20 +21 @@
 -all_gather_1 = fsdp_passes.all_gather.default([primals_3, primals_4], primals_12, 8, '0', torch.float32, False)
 +all_gather_2 = fsdp_passes.all_gather.default([primals_5, primals_6], primals_13, 8, '0', torch.float32, False)
-@@ -26 +26,0 @@
--getitem: float32[4, 8] = getitem(native_layer_norm, 0)
-@@ -28,0 +29 @@
-+getitem: float32[4, 8] = getitem(native_layer_norm, 0)
 @@ -33 +34 @@
 -all_gather_2 = fsdp_passes.all_gather.default([primals_5, primals_6], primals_13, 8, '0', torch.float32, False)
 +all_gather_3 = fsdp_passes.all_gather.default([primals_7, primals_8], primals_14, 8, '0', torch.float32, False)
-@@ -39 +39,0 @@
--getitem_3: float32[4, 8] = getitem(native_layer_norm_1, 0)
-@@ -41,0 +42 @@
-+getitem_3: float32[4, 8] = getitem(native_layer_norm_1, 0)
 @@ -46 +47 @@
 -all_gather_3 = fsdp_passes.all_gather.default([primals_7, primals_8], primals_14, 8, '0', torch.float32, False)
 +all_gather_4 = fsdp_passes.all_gather.default([primals_9, primals_10], primals_11, 8, '0', torch.float32, False)
-@@ -52 +52,0 @@
--getitem_6: float32[4, 8] = getitem(native_layer_norm_2, 0)
-@@ -54,0 +55 @@
-+getitem_6: float32[4, 8] = getitem(native_layer_norm_2, 0)
 @@ -59 +59,0 @@
 -all_gather_4 = fsdp_passes.all_gather.default([primals_9, primals_10], primals_11, 8, '0', torch.float32, False)
-@@ -66 +65,0 @@
--getitem_9: float32[4, 8] = getitem(native_layer_norm_3, 0)
-@@ -68,0 +68 @@
-+getitem_9: float32[4, 8] = getitem(native_layer_norm_3, 0)
 @@ -69,0 +70 @@
 +t_6: float32[10, 8] = aten.t.default(t_3)
 @@ -71 +71,0 @@
