@@ -154,7 +154,9 @@ def _check_one_layer_ahead(timeline: _Timeline, prefetch: int) -> tuple[list[str
             if index == 0:
                 if any(event.is_heavy for event in timeline.events[start:wait]):
                     continue
-                exceptions.append(f"{bucket.label}: nothing in this graph hides it, it is the first and nothing runs before it")
+                exceptions.append(
+                    f"{bucket.label}: nothing in this graph hides it, it is the first and nothing runs before it"
+                )
                 continue
             ahead = units[max(0, index - prefetch)]
             if start > timeline.first_read(ahead):

@@ -51,7 +51,9 @@ def test_a_good_schedule_passes_and_its_figures_are_reported() -> None:
     report = verify_schedule(schedule(GOOD), prefetch=1, where="here")
     assert report.problems == report.losses == ()
     (exception,) = report.exceptions
-    assert exception == "all_gather 0 (unit 0): nothing in this graph hides it, it is the first and nothing runs before it"
+    assert (
+        exception == "all_gather 0 (unit 0): nothing in this graph hides it, it is the first and nothing runs before it"
+    )
     assert report.max_unsharded_units == 2
     assert report.max_unsharded_bytes == 101 + 102
 

@@ -123,6 +123,9 @@ def test_the_end_of_a_process_waits_for_a_look_that_is_on_its_way() -> None:
     is_looking, answers = threading.Event(), threading.Event()
 
     class Slow:
+        def delete_key(self, *_: object) -> None:
+            pass
+
         def set(self, *_: object) -> None:
             is_looking.set()
             time.sleep(1.5)
@@ -180,22 +183,22 @@ def test_a_mark_that_is_not_renewed_is_no_sign_of_life() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_long_wait_is_logged_once_before_the_timeout(caplog: pytest.LogCaptureFixture) -> None:
-    mine, other = watches(2)
+    mine, other = watches(2, 4.0)
     mine.waiting = (LAYER, "all_gather", 0.0)
     with caplog.at_level(logging.WARNING):
-        for now_s in (0.0, 0.1, 0.5):
+        for now_s in (0.0, 0.5, 2.5):
             mine.look(now_s)
         assert mine.warning is None
         with Standing(other):
             time.sleep(0.1)
-            mine.look(0.625)
+            mine.look(3.125)
             assert mine.warning is not None
             mine.warning.join()
-        mine.look(0.7)
+        mine.look(3.5)
         mine.warning.join()
     (text,) = [record.getMessage() for record in caplog.records]
     assert text == (
-        "unit 'layers.0': its all_gather has been waiting for 0.6 s, and the process group's timeout is 0.8 s: rank 1 "
+        "unit 'layers.0': its all_gather has been waiting for 3.1 s, and the process group's timeout is 4 s: rank 1 "
         "is alive and has not come to its first collective."
     )
 
