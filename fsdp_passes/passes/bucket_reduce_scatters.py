@@ -84,7 +84,8 @@ def _reduce_packed(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dt
     grads = [_contiguous(builder, _pad(builder, node, dtype, division)) for node in nodes]
     shapes = [tuple(grad.meta["val"].shape) for grad in grads]
     # Row r of the table is what rank r receives: the r-th share of every gradient.
-    table = [builder.call(PREPARE, aten.view.default, grad, [world_size, -1]) for grad in grads]
+    # Not a view: the gradient of a grouped convolution may have other strides than the fake one had.
+    table = [builder.call(PREPARE, aten.reshape.default, grad, [world_size, -1]) for grad in grads]
     packed = builder.call(PREPARE, aten.cat.default, table, 1)
     flat = builder.call(PREPARE, aten.view.default, packed, [-1])
     start = builder.call(
