@@ -56,13 +56,14 @@ def _saved_values_early(compute: list[fx.Node]) -> list[fx.Node]:
         is_light = node.op == "call_function" and not is_heavy(node) and not node.is_impure()
         if is_light and all(user in late or user.op == "output" for user in node.users):
             late.add(node)
-    # Results that are taken out of a step right behind it are early: moving them past each other would only be noise.
+    # Results that are taken out of a step right behind it are as early as it is: moving them past each other would only
+    # be noise. They move with a step that moves itself.
     step: fx.Node | None = None
     for node in compute:
-        if node.target is operator.getitem and node.args[0] is step:
-            late.discard(node)
-        else:
+        if node.target is not operator.getitem or node.args[0] is not step:
             step = node
+        elif step not in late:
+            late.discard(node)
     known = set(compute)
     rank = {node: index for index, node in enumerate(compute)}
     anchor: dict[fx.Node, fx.Node] = {}

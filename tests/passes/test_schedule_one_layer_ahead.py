@@ -311,6 +311,20 @@ def test_steps_of_the_forward_that_only_the_backward_reads_run_with_what_they_ar
     )
 
 
+@pytest.mark.usefixtures("eight_fake_ranks")
+def test_a_step_with_several_results_that_only_the_backward_reads_takes_them_with_it() -> None:
+    def function(a: Tensor, b: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        y = x @ unshard(a, 0)
+        z = y @ unshard(b, 1)
+        var, mean = torch.var_mean(y, 1)
+        return z, mean / var
+
+    assert_expected_inline(
+        scheduled(function, SHARD, SHARD, X),
+        """all_gather_0.start all_gather_1.start all_gather_0.wait mm var_mean div all_gather_1.wait mm_1""",
+    )
+
+
 def test_without_buckets_nothing_changes() -> None:
     graph = trace(lambda w, x: (x @ w).relu() @ w, torch.ones(8, 8), X).graph
     before = graph_text(graph)
