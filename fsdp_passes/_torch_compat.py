@@ -15,13 +15,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
-from torch import fx, nn
+from torch import fx
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.symbolic_convert import tls as symbolic_convert_state
-from torch._dynamo.variables import TensorVariable
-from torch._dynamo.variables.base import VariableTracker
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
@@ -89,7 +87,6 @@ __all__ = [
     "min_cut_rematerialization_partition",
     "never_compile_alone",
     "outside_transforms",
-    "parameters_that_are_returned",
     "reduce_scatter_coalesced",
     "refresh_ancestors",
     "register_group_alias",
@@ -306,31 +303,6 @@ def backend_that_traces() -> Any:
     """What Dynamo is tracing for now, as it was given to it; None when it is not tracing."""
     translator = _translator()
     return None if translator is None else _innermost_backend(translator.output.compiler_fn)
-
-
-def parameters_that_are_returned() -> list[torch.Tensor]:
-    """The `nn.Parameter`s which the function that Dynamo is tracing now has read and returns as they are, in whatever
-    it returns.
-
-    They do not come out of the graph: the code behind it takes the objects from where they were read. Nor need they go
-    into it.
-    """
-    translator = _translator()
-    reason = None if translator is None else translator.output.compile_subgraph_reason
-    if reason is None or reason.graph_break or reason.reason != "return_value":
-        return []
-    frame = translator.output.root_tx
-    scope = {"G": frame.f_globals, "L": frame.f_locals}
-    found: list[torch.Tensor] = []
-
-    def look(variable: VariableTracker) -> None:
-        node = variable.as_proxy().node if isinstance(variable, TensorVariable) else None
-        if node is not None and node.op == "placeholder" and isinstance(node.meta.get("example_value"), nn.Parameter):
-            assert variable.source is not None  # an input of the graph
-            found.append(variable.source.get_value(scope, {}, {}))
-
-    VariableTracker.visit(look, translator.stack)
-    return found
 
 
 @never_compile_alone

@@ -25,7 +25,6 @@ from fsdp_passes._torch_compat import (
     inductor_schedulers_off,
     is_deterministic,
     min_cut_rematerialization_partition,
-    parameters_that_are_returned,
     switches_autograd_on,
     without_packing,
     wrap_boxed,
@@ -39,7 +38,6 @@ from fsdp_passes.errors import (
     CudaGraphsWarning,
     NothingShardedWarning,
     ProcessGroupGoneError,
-    ReturnedParameterError,
     UncheckedGraphsWarning,
 )
 from fsdp_passes.foreign import gathers_parameters
@@ -51,6 +49,7 @@ from fsdp_passes.passes._uses import ParameterUse
 from fsdp_passes.passes.fence_reductions import fence_reductions
 from fsdp_passes.passes.find_parameter_uses import find_parameter_uses
 from fsdp_passes.passes.insert_unshard import insert_unshard
+from fsdp_passes.passes.unwrap_reads import unwrap_reads
 from fsdp_passes.pipeline import (
     LowerAndSchedule,
     SchedulerPassWithSources,
@@ -87,22 +86,12 @@ def overlap_fsdp(
     Raises:
         UnknownOptionError, OptionValueError: before anything is compiled.
         MutatedParameterError: the code writes into a sharded parameter.
-        ReturnedParameterError: the code returns a sharded parameter itself.
         ScheduleError: the schedule breaks an invariant (with `verify=True`).
     """
     settings = OverlapOptions.from_dict(options)
     inductor_options = {**inductor_mode_options(mode), **settings.inductor}
-    for example in example_inputs:
-        param = fsdp_parameter_of(example)
-        if param is not None:
-            param.sync_requires_grad()
-    for tensor in parameters_that_are_returned():
-        param = fsdp_parameter_of(tensor)
-        # In a forward, the hook behind it puts values in the place of what it returns.
-        if param is not None and not param.unit.context.is_in_any_forward():
-            raise ReturnedParameterError(param.qualified_name)
-    original, gm = gm, copy_dynamo_graph(gm)
-    uses = find_parameter_uses(gm, example_inputs)
+    original = gm
+    gm, uses = take_graph(gm, example_inputs)
     if not uses:
         if not any(fsdp_parameter_of(example) for example in example_inputs):
             _warn_nothing_sharded(gm, example_inputs)
@@ -118,6 +107,17 @@ def overlap_fsdp(
 
     enables_grad = switches_autograd_on(original.graph)
     return CompiledCall(inner, recompile, uses, label_from, settings, StandIn(original), enables_grad=enables_grad)
+
+
+def take_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[ParameterUse]]:
+    """A copy of Dynamo's graph for the passes, and the sharded parameters in it. Raises as `find_parameter_uses`."""
+    for example in example_inputs:
+        param = fsdp_parameter_of(example)
+        if param is not None:
+            param.sync_requires_grad()
+    gm = copy_dynamo_graph(gm)
+    unwrap_reads(gm)
+    return gm, find_parameter_uses(gm, example_inputs)
 
 
 def compile_sharded(

@@ -145,8 +145,6 @@ def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if dtype is not None:
         output = _cast(output, dtype)
     if torch.compiler.is_compiling() and not is_traced_by_foreign_backend():
-        # A parameter itself would not become an output of the graph: the compiler would hand out the empty placeholder.
-        output = tree_map_only(nn.Parameter, lambda param: param.view_as(param), output)
         if not is_tracing_higher_order_op():
             unit.is_in_compiled_forward = False
         return output

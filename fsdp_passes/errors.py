@@ -265,17 +265,6 @@ class MutatedParameterError(FsdpError, RuntimeError):
         )
 
 
-class ReturnedParameterError(FsdpError, RuntimeError):
-    """Compiled code returns a sharded parameter itself, which is empty outside of the graph."""
-
-    def __init__(self, parameter: str) -> None:
-        super().__init__(
-            f"{parameter}: expected the compiled function to return what it computes, found that it returns this "
-            "parameter itself, whose gathered values are gone by then. Return parameter.clone() instead, or read the "
-            "parameter outside of the compiled function, which gives the sharded DTensor."
-        )
-
-
 class ScheduleError(FsdpError, AssertionError):
     """The schedule of a graph, or the final order of its kernels, breaks an invariant."""
 

@@ -144,8 +144,18 @@ class FsdpParameter:
         return math.prod(self.gathered_shape) * self.param_dtype.itemsize
 
     def face(self) -> torch.Tensor:
-        """What the module's code reads while the parameter is whole, and a compiler always."""
+        """What the module's code reads while the parameter is whole."""
         return self.placeholder if self.tensor_parallel is None else self.tensor_parallel.wrap(self.placeholder)
+
+    def traced_face(self) -> torch.Tensor:
+        """What the module's code reads while it is traced: a view, made in the graph (see `passes/unwrap_reads.py`).
+
+        The compiler takes the placeholder itself from where it was found, whenever code outside of the graph gets it:
+        returned, left in an object, handed to a function that is not traced. It is empty there, and reading it ends the
+        process. What the graph has made comes out of the graph.
+        """
+        view = self.placeholder.view_as(self.placeholder)
+        return view if self.tensor_parallel is None else self.tensor_parallel.wrap(view)
 
     @property
     def qualified_name(self) -> str:

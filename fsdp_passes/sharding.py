@@ -243,7 +243,7 @@ def _face(name: str, module: nn.Module) -> torch.Tensor:
     if torch.compiler.is_compiling():
         if is_traced_by_foreign_backend() and param.placeholder.untyped_storage().size() == 0:
             return read_outside_graph(module, name)
-        return param.face()
+        return param.traced_face()
     if not param.unit.is_unsharded:
         gather_for_eager_read(param.unit)
     if param.unit.is_unsharded:

@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_passes import fully_shard, overlap_fsdp
 from fsdp_passes.foreign import gathers_parameters
+from fsdp_passes.passes.unwrap_reads import unwrap_reads
 from fsdp_passes.pipeline import CompilationRecord, graph_text, record_compilations
 from fsdp_passes.regions import new_label
 
@@ -119,6 +120,13 @@ def switched_off(target: str, result: Any = 0) -> Iterator[None]:
 
 
 def dynamo_graph(function: Callable[..., Any], *inputs: Any) -> tuple[fx.GraphModule, list[Any]]:
+    """As `graph_as_traced`, with its parameters read as the passes expect it."""
+    gm, example_inputs = graph_as_traced(function, *inputs)
+    unwrap_reads(gm)
+    return gm, example_inputs
+
+
+def graph_as_traced(function: Callable[..., Any], *inputs: Any) -> tuple[fx.GraphModule, list[Any]]:
     """The graph that Dynamo hands to a backend for `function(*inputs)`, and its example inputs; nothing runs."""
     seen: list[tuple[fx.GraphModule, list[Any]]] = []
 

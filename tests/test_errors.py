@@ -37,7 +37,6 @@ EXAMPLES: dict[type[FsdpError], tuple[object, ...]] = {
     errors.ReplacedParameterError: ("head.weight", (8, 4), "a whole tensor of shape (8, 4)"),
     errors.ComplexParameterError: ("filter.weight", "torch.complex64"),
     errors.ForwardModeError: ("layers.0",),
-    errors.ReturnedParameterError: ("head.weight",),
     errors.ScheduleError: ("forward graph of units root", ["all_gather 0 (unit 0): is started but never awaited", "b"]),
     errors.ScheduleDisagreementError: ("forward graph on group '0': ranks differ", (1,)),
     errors.CollectiveError: (
@@ -170,10 +169,6 @@ filter.weight: expected parameters of real numbers in compiled code, found torch
 unit 'layers.0': expected inputs of compiled code without tangents, found some of torch.autograd.forward_ad, which
         compiled code does not carry on. Call the model uncompiled there, or use torch.func.jvp, in which it runs
         uncompiled.
-[ReturnedParameterError]
-head.weight: expected the compiled function to return what it computes, found that it returns this parameter itself,
-        whose gathered values are gone by then. Return parameter.clone() instead, or read the parameter outside of
-        the compiled function, which gives the sharded DTensor.
 [ScheduleError]
 forward graph of units root: expected a schedule that keeps every invariant, found 2 violation(s):
   - all_gather 0 (unit 0): is started but never awaited

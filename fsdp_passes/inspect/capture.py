@@ -15,7 +15,6 @@ from torch import fx, nn
 from fsdp_passes._torch_compat import (
     FakeTensorMode,
     backwards_at_once,
-    copy_dynamo_graph,
     detect_fake_mode,
     mark_dynamic,
     sizes_as_given,
@@ -23,12 +22,10 @@ from fsdp_passes._torch_compat import (
     tree_leaves,
     tree_map_only,
 )
-from fsdp_passes.backend import compile_sharded
+from fsdp_passes.backend import compile_sharded, take_graph
 from fsdp_passes.errors import ExplainError, FsdpError
 from fsdp_passes.foreign import gathers_parameters
 from fsdp_passes.options import OverlapOptions
-from fsdp_passes.parameter import fsdp_parameter_of
-from fsdp_passes.passes.find_parameter_uses import find_parameter_uses
 from fsdp_passes.pipeline import CompilationRecord, record_compilations
 from fsdp_passes.stand_in import StandIn, attributes_restored
 from fsdp_passes.unit import FsdpUnit, unit_of
@@ -163,12 +160,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Overlap
 
     On meta itself, PyTorch writes attention out as matrix products and does not differentiate some operators.
     """
-    for example in example_inputs:
-        param = fsdp_parameter_of(example)
-        if param is not None:
-            param.sync_requires_grad()
-    gm = copy_dynamo_graph(gm)
-    uses = find_parameter_uses(gm, example_inputs)
+    gm, uses = take_graph(gm, example_inputs)
     if not uses:
         return
     compile_sharded(gm, uses, example_inputs, options, dict(options.inductor), _on_cpu)

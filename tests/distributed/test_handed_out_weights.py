@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,55 @@ class HandsOutTied(nn.Module):
         return x.square().mean() + _used((rows, transposed))
 
 
+@torch.compiler.disable
+def _outside(weight: Tensor) -> Tensor:
+    return weight.sin().sum()
+
+
+@dataclasses.dataclass
+class Result:  # not known to pytree
+    loss: Tensor
+    weight: Tensor
+
+
+class LeavesBehind(nn.Module):
+    """Its weight leaves the compiled code in other ways than as an output; the loss is complete all the same."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second, self.how = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), how
+        self.others: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor | Result:
+        weight = self.first.weight
+        if self.how == "an argument ahead of all else":
+            return _outside(weight) + self._compute(x)
+        loss = self._compute(x)
+        if self.how == "an object's attribute":
+            return Result(loss, weight)
+        if self.how == "a list":
+            self.others.append(weight)
+            return loss
+        if self.how == "a variable":
+            torch._dynamo.graph_break()
+            return loss + (weight * 2).sin().sum()
+        if self.how == "a variable from no_grad":
+            with torch.no_grad():
+                weight = self.first.weight
+                torch._dynamo.graph_break()
+                loss2 = loss * 2
+                torch._dynamo.graph_break()
+            return loss + loss2 + weight.sin().sum()
+        return loss + _outside(weight)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x))).square().mean()
+
+
+LEAVES = ["an argument ahead of all else", "an argument", "an object's attribute", "a list", "a variable"]
+LEAVES += ["a variable from no_grad"]
+
+
 # ---- on the ranks ----------------------------------------------------------------------------------------------------
 
 
@@ -123,6 +173,26 @@ def views_of_others_train(way: str) -> None:
         _trains(lambda r=runs_inner: HandsOutNested(runs_inner=r), ["first", "first.inner", "second"], way)  # type: ignore[misc]
     torch._dynamo.reset()
     _trains(HandsOutTied, ["first", "second", "third"], way)
+
+
+def weights_that_leave_compiled_code(inner: str) -> None:
+    for how in LEAVES:
+        torch._dynamo.reset()
+        model, reference = build(lambda how=how: LeavesBehind(how))  # type: ignore[misc]
+        fully_shard(model, units=["first", "second"])
+
+        def loss_of(module: LeavesBehind, call: Any) -> Callable[[Tensor], Tensor]:
+            def loss(x: Tensor) -> Tensor:
+                found = call(x)
+                if isinstance(found, Result):
+                    return found.loss + found.weight.sin().sum()
+                return found + sum(weight.sin().sum() for weight in module.others[-1:])
+
+            return loss
+
+        batches = float_batches(3, 4, DIM)
+        found = train(model, batches, sharded=True, call=loss_of(model, call_of(model, inner)))
+        assert_same(found, train(reference, batches, sharded=False, call=loss_of(reference, reference)))
 
 
 def units_that_stay_gathered() -> None:
@@ -225,6 +295,12 @@ def tensor_parallel_outputs(kind: str) -> None:
 @pytest.mark.parametrize("way", ["fallback", "aot_eager", "each layer"])
 def test_views_of_a_weight_that_a_unit_returns_have_its_values_and_gradients(two_ranks: RankPool, way: str) -> None:
     two_ranks.run(f"{HERE}:views_train", way=way)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_weight_that_leaves_compiled_code_has_its_values_and_gradient(two_ranks: RankPool, inner: str) -> None:
+    """Not the placeholder from which the code was traced: that is empty, and reading it ends the process."""
+    two_ranks.run(f"{HERE}:weights_that_leave_compiled_code", inner=inner)
 
 
 @pytest.mark.parametrize("way", ["fallback", "aot_eager"])

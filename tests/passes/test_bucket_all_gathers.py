@@ -33,15 +33,15 @@ def test_golden_forward() -> None:
     assert_expected_inline(
         changes(passes["insert_unshard"], passes["bucket_all_gathers"]),
         """\
--unshard: float32[10, 8] = unshard(primals_2, primals_11, 0, 10, 8, '0', '0', float32, float32, False)
--embedding: float32[4, 8] = aten.embedding(unshard, primals_1)
+-unshard: float32[10, 8] = unshard(primals_1, primals_11, 0, 10, 8, '0', '0', float32, float32, False)
+-embedding: float32[4, 8] = aten.embedding(unshard, primals_2)
 -unshard_1: float32[8] = unshard(primals_3, primals_12, 1, 8, 8, '0', '0', float32, float32, True)
 -native_layer_norm = aten.native_layer_norm(embedding, [8], unshard_1, None, 1e-05)
-+all_gather_0 = all_gather([primals_2], primals_11, 8, '0', float32, False)
++all_gather_0 = all_gather([primals_1], primals_11, 8, '0', float32, False)
 +getitem_12: float32[16, 8] = getitem(all_gather_0, 0)
 +wait_tensor_default: float32[16, 8] = wait_tensor(getitem_12)
 +slice_tensor: float32[10, 8] = aten.slice.Tensor(wait_tensor_default, 0, 0, 10)
-+embedding: float32[4, 8] = aten.embedding(slice_tensor, primals_1)
++embedding: float32[4, 8] = aten.embedding(slice_tensor, primals_2)
 +all_gather_1 = all_gather([primals_3, primals_4], primals_12, 8, '0', float32, False)
 +getitem_13: float32[8] = getitem(all_gather_1, 0)
 +getitem_14: float32[8, 8] = getitem(all_gather_1, 1)
@@ -85,10 +85,10 @@ def test_golden_forward() -> None:
 -unshard_8: float32[10, 8] = unshard(primals_10, primals_11, 0, 10, 8, '0', '0', float32, float32, False)
 -t_3: float32[8, 10] = aten.t(unshard_8)
 +t_3: float32[8, 10] = aten.t(slice_tensor_1)
--return [mm_3, primals_1, primals_3, primals_4, primals_5, primals_6, primals_7, primals_8, primals_11, primals_12,
+-return [mm_3, primals_2, primals_3, primals_4, primals_5, primals_6, primals_7, primals_8, primals_11, primals_12,
         primals_13, primals_14, embedding, getitem, getitem_1, getitem_2, mm, getitem_3, getitem_4, getitem_5, mm_1,
         add_1, getitem_6, getitem_7, getitem_8, mm_2, add_2, unshard_7, getitem_9, getitem_10, getitem_11, t_6]
-+return [mm_3, primals_1, primals_3, primals_4, primals_5, primals_6, primals_7, primals_8, primals_11, primals_12,
++return [mm_3, primals_2, primals_3, primals_4, primals_5, primals_6, primals_7, primals_8, primals_11, primals_12,
         primals_13, primals_14, embedding, getitem, getitem_1, getitem_2, mm, getitem_3, getitem_4, getitem_5, mm_1,
         add_1, getitem_6, getitem_7, getitem_8, mm_2, add_2, wait_tensor_default_7, getitem_9, getitem_10,
         getitem_11, t_6]""",

@@ -77,14 +77,14 @@ def test_golden_backward() -> None:
 +mul_tensor_6: float32[1, 8] = aten.mul.Tensor(wait_tensor_default_12, 0.125)
 +mul_tensor_7: float32[1] = aten.mul.Tensor(wait_tensor_default_13, 0.125)
 -reduce_grad_8: float32[2, 8] = reduce_grad(embedding_dense_backward, primals_11, 0, 8, '0', float32, float32)
--return [None, reduce_grad_8, reduce_grad_7, reduce_grad_6, reduce_grad_5, reduce_grad_4, reduce_grad_3,
+-return [reduce_grad_8, None, reduce_grad_7, reduce_grad_6, reduce_grad_5, reduce_grad_4, reduce_grad_3,
         reduce_grad_2, reduce_grad_1, reduce_grad, None, None, None, None]
 +constant_pad_nd_default_1: float32[16, 8] = aten.constant_pad_nd(embedding_dense_backward, [0, 0, 0, 6])
 +reduce_scatter_4 = reduce_scatter([constant_pad_nd_default_1], 'sum', 8, '0')
 +getitem_37: float32[2, 8] = getitem(reduce_scatter_4, 0)
 +wait_tensor_default_14: float32[2, 8] = wait_tensor(getitem_37)
 +mul_tensor_8: float32[2, 8] = aten.mul.Tensor(wait_tensor_default_14, 0.125)
-+return [None, mul_tensor_8, mul_tensor_7, mul_tensor_6, mul_tensor_5, mul_tensor_4, mul_tensor_3, mul_tensor_2,
++return [mul_tensor_8, None, mul_tensor_7, mul_tensor_6, mul_tensor_5, mul_tensor_4, mul_tensor_3, mul_tensor_2,
         mul_tensor_1, mul_tensor, None, None, None, None]""",
     )
 

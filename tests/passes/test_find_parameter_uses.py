@@ -24,7 +24,7 @@ def test_every_parameter_is_found_and_units_are_numbered_by_first_use() -> None:
     assert_expected_inline(
         described(uses),
         """\
-input 1: embed.weight, unit 0
+input 0: embed.weight, unit 0
 input 2: layers.0.norm.weight, unit 1
 input 3: layers.0.mlp.weight, unit 1
 input 4: layers.1.norm.weight, unit 2

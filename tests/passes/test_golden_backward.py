@@ -18,7 +18,7 @@ def test_backward_before_the_passes() -> None:
     assert_expected_inline(
         short(backward.passes["insert_unshard"]),
         """\
-primals_1: int64[4] = input
+primals_2: int64[4] = input
 primals_3: float32[1] = input
 primals_4: float32[1, 8] = input
 primals_5: float32[1] = input
@@ -114,9 +114,9 @@ getitem_21: float32[4, 8] = getitem(native_layer_norm_backward_3, 0)
 getitem_22: float32[8] = getitem(native_layer_norm_backward_3, 1)
 add_5: float32[4, 8] = aten.add.Tensor(add_4, getitem_21)
 reduce_grad_7: float32[1] = reduce_grad(getitem_22, primals_12, 1, 8, '0', float32, float32)
-embedding_dense_backward: float32[10, 8] = aten.embedding_dense_backward(add_5, primals_1, 10, -1, False)
+embedding_dense_backward: float32[10, 8] = aten.embedding_dense_backward(add_5, primals_2, 10, -1, False)
 reduce_grad_8: float32[2, 8] = reduce_grad(embedding_dense_backward, primals_11, 0, 8, '0', float32, float32)
-return [None, reduce_grad_8, reduce_grad_7, reduce_grad_6, reduce_grad_5, reduce_grad_4, reduce_grad_3,
+return [reduce_grad_8, None, reduce_grad_7, reduce_grad_6, reduce_grad_5, reduce_grad_4, reduce_grad_3,
         reduce_grad_2, reduce_grad_1, reduce_grad, None, None, None, None]""",
     )
 
@@ -126,7 +126,7 @@ def test_backward_after_the_passes() -> None:
     assert_expected_inline(
         short(backward.passes["annotate_regions"]),
         """\
-primals_1: int64[4] = input
+primals_2: int64[4] = input
 primals_3: float32[1] = input
 primals_4: float32[1, 8] = input
 primals_5: float32[1] = input
@@ -270,7 +270,7 @@ mul_tensor_5: float32[1] = aten.mul.Tensor(wait_tensor_default_11, 0.125)
 add_5: float32[4, 8] = aten.add.Tensor(add_4, getitem_21)
 region_end_default_3 = region_end(primals_12)
 region_begin_default_4 = region_begin(primals_11, 'backward_compute')
-embedding_dense_backward: float32[10, 8] = aten.embedding_dense_backward(add_5, primals_1, 10, -1, False)
+embedding_dense_backward: float32[10, 8] = aten.embedding_dense_backward(add_5, primals_2, 10, -1, False)
 region_end_default_4 = region_end(primals_11)
 constant_pad_nd_default_1: float32[16, 8] = aten.constant_pad_nd(embedding_dense_backward, [0, 0, 0, 6])
 region_begin_default_12 = region_begin(primals_11, 'reduce_scatter')
@@ -285,6 +285,6 @@ mul_tensor_7: float32[1] = aten.mul.Tensor(wait_tensor_default_13, 0.125)
 getitem_37: float32[2, 8] = getitem(reduce_scatter_4, 0)
 wait_tensor_default_14: float32[2, 8] = wait_tensor(getitem_37)
 mul_tensor_8: float32[2, 8] = aten.mul.Tensor(wait_tensor_default_14, 0.125)
-return [None, mul_tensor_8, mul_tensor_7, mul_tensor_6, mul_tensor_5, mul_tensor_4, mul_tensor_3, mul_tensor_2,
+return [mul_tensor_8, None, mul_tensor_7, mul_tensor_6, mul_tensor_5, mul_tensor_4, mul_tensor_3, mul_tensor_2,
         mul_tensor_1, mul_tensor, None, None, None, None]""",
     )

@@ -19,8 +19,8 @@ def test_forward_before_the_passes() -> None:
     assert_expected_inline(
         short(forward.passes["insert_unshard"]),
         """\
-primals_1: int64[4] = input
-primals_2: float32[2, 8] = input
+primals_1: float32[2, 8] = input
+primals_2: int64[4] = input
 primals_3: float32[1] = input
 primals_4: float32[1, 8] = input
 primals_5: float32[1] = input
@@ -33,8 +33,8 @@ primals_11: int64[1] = input
 primals_12: int64[1] = input
 primals_13: int64[1] = input
 primals_14: int64[1] = input
-unshard: float32[10, 8] = unshard(primals_2, primals_11, 0, 10, 8, '0', '0', float32, float32, False)
-embedding: float32[4, 8] = aten.embedding(unshard, primals_1)
+unshard: float32[10, 8] = unshard(primals_1, primals_11, 0, 10, 8, '0', '0', float32, float32, False)
+embedding: float32[4, 8] = aten.embedding(unshard, primals_2)
 unshard_1: float32[8] = unshard(primals_3, primals_12, 1, 8, 8, '0', '0', float32, float32, True)
 native_layer_norm = aten.native_layer_norm(embedding, [8], unshard_1, None, 1e-05)
 getitem: float32[4, 8] = getitem(native_layer_norm, 0)
@@ -74,7 +74,7 @@ unshard_8: float32[10, 8] = unshard(primals_10, primals_11, 0, 10, 8, '0', '0', 
 t_3: float32[8, 10] = aten.t(unshard_8)
 mm_3: float32[4, 10] = aten.mm(getitem_9, t_3)
 t_6: float32[10, 8] = aten.t(t_3)
-return [mm_3, primals_1, primals_3, primals_4, primals_5, primals_6, primals_7, primals_8, primals_11, primals_12,
+return [mm_3, primals_2, primals_3, primals_4, primals_5, primals_6, primals_7, primals_8, primals_11, primals_12,
         primals_13, primals_14, embedding, getitem, getitem_1, getitem_2, mm, getitem_3, getitem_4, getitem_5, mm_1,
         add_1, getitem_6, getitem_7, getitem_8, mm_2, add_2, unshard_7, getitem_9, getitem_10, getitem_11, t_6]""",
     )
@@ -85,8 +85,8 @@ def test_forward_after_the_passes() -> None:
     assert_expected_inline(
         short(forward.passes["annotate_regions"]),
         """\
-primals_1: int64[4] = input
-primals_2: float32[2, 8] = input
+primals_1: float32[2, 8] = input
+primals_2: int64[4] = input
 primals_3: float32[1] = input
 primals_4: float32[1, 8] = input
 primals_5: float32[1] = input
@@ -100,7 +100,7 @@ primals_12: int64[1] = input
 primals_13: int64[1] = input
 primals_14: int64[1] = input
 region_begin_default_5 = region_begin(primals_11, 'all_gather')
-all_gather_0 = all_gather_ahead([primals_2], primals_11, 8, '0', float32, False, False)
+all_gather_0 = all_gather_ahead([primals_1], primals_11, 8, '0', float32, False, False)
 region_end_default_5 = region_end(primals_11)
 region_begin_default_6 = region_begin(primals_12, 'all_gather')
 all_gather_1 = all_gather([primals_3, primals_4], primals_12, 8, '0', float32, False)
@@ -109,7 +109,7 @@ getitem_12: float32[16, 8] = getitem(all_gather_0, 0)
 wait_tensor_default: float32[16, 8] = wait_tensor(getitem_12)
 slice_tensor: float32[10, 8] = aten.slice.Tensor(wait_tensor_default, 0, 0, 10)
 region_begin_default = region_begin(primals_11, 'forward_compute')
-embedding: float32[4, 8] = aten.embedding(slice_tensor, primals_1)
+embedding: float32[4, 8] = aten.embedding(slice_tensor, primals_2)
 region_end_default = region_end(primals_11)
 region_begin_default_7 = region_begin(primals_13, 'all_gather')
 all_gather_2 = all_gather([primals_5, primals_6], primals_13, 8, '0', float32, False)
@@ -177,7 +177,7 @@ t_3: float32[8, 10] = aten.t(slice_tensor_1)
 t_6: float32[10, 8] = aten.t(t_3)
 mm_3: float32[4, 10] = aten.mm(getitem_9, t_3)
 region_end_default_4 = region_end(primals_11)
-return [mm_3, primals_1, primals_3, primals_4, primals_5, primals_6, primals_7, primals_8, primals_11, primals_12,
+return [mm_3, primals_2, primals_3, primals_4, primals_5, primals_6, primals_7, primals_8, primals_11, primals_12,
         primals_13, primals_14, embedding, getitem, getitem_1, getitem_2, mm, getitem_3, getitem_4, getitem_5, mm_1,
         add_1, getitem_6, getitem_7, getitem_8, mm_2, add_2, wait_tensor_default_7, getitem_9, getitem_10,
         getitem_11, t_6]""",

@@ -44,8 +44,8 @@ def test_golden_dynamo_graph_of_one_layer() -> None:
     assert_expected_inline(
         short(text),
         """\
-l_tokens_ = input
 embed.weight = input
+l_tokens_ = input
 layers.0.norm.weight = input
 layers.0.mlp.weight = input
 norm.weight = input

@@ -24,8 +24,8 @@ def test_golden_changes() -> None:
     assert_expected_inline(
         changes(forward.passes["schedule_one_layer_ahead"], forward.passes["prefetch_across_graphs"]),
         """\
--all_gather_0 = all_gather([primals_2], primals_11, 8, '0', float32, False)
-+all_gather_0 = all_gather_ahead([primals_2], primals_11, 8, '0', float32, False, False)
+-all_gather_0 = all_gather([primals_1], primals_11, 8, '0', float32, False)
++all_gather_0 = all_gather_ahead([primals_1], primals_11, 8, '0', float32, False, False)
 +start_next_graph_default = start_next_graph(primals_11)""",
     )
     assert_expected_inline(
