@@ -91,7 +91,8 @@ class FsdpContext:
         delayed_reductions: gradients that wait for a place behind the next all-gather.
         started_reductions: reductions on the wire, oldest first, each with what waits for it and writes the gradients.
         finished_backward: units whose gradients are all reduced in the running backward.
-        on_demand: units that were gathered for eager code behind a graph break.
+        on_demand: units that were gathered for eager code that reads them outside of their own forward, each with
+            whether gradients were enabled: then their backward may need them.
         lookahead: the order of graphs and eager units, and the gathers that were started ahead of graphs.
         offloading: copies of shards and gradients that live on the CPU.
         gathered_addresses: where the memory of each gathered parameter begins, until it is dropped.
@@ -108,7 +109,7 @@ class FsdpContext:
         self.delayed_reductions: collections.deque[DelayedReduction] = collections.deque()
         self.started_reductions: collections.deque[FinishReduction] = collections.deque()
         self.is_backward_callback_queued = False
-        self.on_demand: list[FsdpUnit] = []
+        self.on_demand: dict[FsdpUnit, bool] = {}
         self.finished_backward: list[FsdpUnit] = []
         self.lookahead = LookAhead()
         self.offloading = Offloading()

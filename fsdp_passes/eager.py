@@ -44,6 +44,8 @@ from fsdp_passes.gathering import (
     keep_parts,
     release,
     release_kept,
+    release_read_without_gradients,
+    renew_on_demand,
     start_ahead,
     start_gather,
     undo_interrupted,
@@ -78,6 +80,8 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         elif not is_tracing_higher_order_op():
             unit.is_in_compiled_forward = True  # the compiler replays this at a graph break, before eager code runs
     elif is_in_compiled_region() and not is_in_foreign_region():
+        if unit.context.on_demand:
+            renew_on_demand(unit.context)
         unit.may_run_eagerly = True
     elif not unit.is_in_method:
         if is_in_compiled_region():
@@ -157,6 +161,8 @@ def _leave_forward(unit: FsdpUnit, output: Any) -> Any:
     output = _copy_views_of_gathered(unit.context, output)
     if unit.may_run_eagerly:
         unit.may_run_eagerly = False  # all of it was compiled
+        if not unit.context.is_in_any_forward():
+            release_read_without_gradients(unit.context)
     elif not is_in_backward() and not unit.is_in_method:
         _end_forward(unit, output)
     return output
@@ -205,9 +211,13 @@ def _end_forward(unit: FsdpUnit, output: Any) -> None:
     # An output that hides its tensors in an object of unknown type cannot announce the backward: stay gathered.
     hides_tensors = torch.is_grad_enabled() and any(not _is_plain(leaf) for leaf in leaves)
     for owner in (unit, *unit.borrows_from) if not hides_tensors and not unit.is_borrowed_in(Phase.FORWARD) else ():
+        if owner in context.on_demand:
+            continue  # code around this unit has read a weight ahead of it, and may hold on to that
         if owner.reshards_after_forward or not torch.is_grad_enabled():
             keep_parts(owner)
             release(owner)
+    if not context.is_in_any_forward():
+        release_read_without_gradients(context)
     if not context.is_in_forward():
         context.drain_delayed_releases(0)
         context.offloading.await_reads()  # the caller may write the shards now
@@ -228,20 +238,23 @@ def gather_for_eager_read(unit: FsdpUnit) -> None:
     """Make the unit's parameters whole when eager code reads them in a forward that did not gather them: between two
     graphs, or outside of their own module (`head.weight` in a chunked loss)."""
     if unit.may_run_eagerly:
-        unit.may_run_eagerly = False
         _gather_for_forward(unit)
-        return
-    if unit.context.is_in_any_forward():
-        _gather_on_demand(unit)
+        unit.may_run_eagerly = False  # only now: until then it says that this forward has begun before
+    elif unit.context.is_in_any_forward():
+        if not unit.is_unsharded:
+            _gather_on_demand(unit)
+        elif torch.is_grad_enabled():
+            unit.context.on_demand[unit] = True  # until now it was read without gradients
 
 
 @torch.compiler.disable
 def _gather_on_demand(unit: FsdpUnit) -> None:
     """Make the unit's parameters whole for eager code that no hook prepared.
 
-    They stay whole until the backward has ended, or without gradients until the next compiled graph runs: what reads
-    them is not known.
+    They stay whole until the backward has ended, or without gradients until the forward has, or the next one begins:
+    what reads them is not known.
     """
+    context = unit.context
     if not is_in_backward():
         for param in unit.params:
             param.sync_requires_grad()
@@ -250,6 +263,8 @@ def _gather_on_demand(unit: FsdpUnit) -> None:
     finish_gather(unit)
     for param in unit.params:
         watch_gradient(param)
-    unit.context.offloading.await_reads()  # nobody sees when this forward ends
-    if unit not in unit.context.on_demand:
-        unit.context.on_demand.append(unit)
+    context.offloading.await_reads()  # nobody sees when this forward ends
+    context.on_demand[unit] = context.on_demand.get(unit, False) or torch.is_grad_enabled()
+    for reader in context.units:
+        if reader is not unit and context.phase(reader) is Phase.FORWARD and unit not in reader.reads_of_others:
+            reader.reads_of_others.append(unit)

@@ -28,7 +28,10 @@ def pre_backward(unit: FsdpUnit) -> None:
     context.enter(unit, Phase.BACKWARD)
     unit.ready_grads.clear()
     unit.has_input_grads = unit.are_grads_reduced = False
-    for owner in (unit, *unit.borrows_from):
+    # Whole since the forward as a rule, but not in the second backward behind two forwards.
+    context.on_demand.update(dict.fromkeys(unit.reads_of_others, True))
+    needed = (unit, *unit.borrows_from, *unit.reads_of_others)
+    for owner in needed:
         if not owner.unshards_in_backward:
             continue
         start_gather(owner)
@@ -39,7 +42,7 @@ def pre_backward(unit: FsdpUnit) -> None:
     context.drain_delayed_reductions(0)
     # One reduction may stay on the wire while this unit computes; older ones have had a whole unit's time.
     context.finish_reductions(1)
-    for owner in (unit, *unit.borrows_from):
+    for owner in needed:
         finish_gather(owner)
     context.switch_backward_region(region_name(unit.display_name, BACKWARD_COMPUTE))
 
@@ -148,6 +151,8 @@ def _finish_backward(unit: FsdpUnit) -> None:
     # A unit around or beside this one may still read a weight of it, above all a frozen one, whose last reader makes no
     # gradient for it. What this unit borrowed has waited for the same reason.
     for owner in (unit, *unit.borrows_from):
+        if owner in context.on_demand and not all(param.placeholder.requires_grad for param in owner.params):
+            continue  # read by code around it: until the backward has ended
         if owner in context.finished_backward and not owner.is_borrowed_in(Phase.BACKWARD):
             _release_behind_backward(owner)
 

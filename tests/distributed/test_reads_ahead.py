@@ -1,0 +1,157 @@
+"""The fallback, where a root reads a weight of a unit ahead of that unit's forward and uses it behind it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_passes import fully_shard, overlap_fsdp
+from fsdp_passes.unit import unit_of
+from tests.distributed.checks import call_of, float_batches
+from tests.ranks import RankPool
+from tests.training import assert_same, build, train, whole
+
+HERE = "tests.distributed.test_reads_ahead"
+
+
+class ReadsAhead(nn.Module):
+    def __init__(self, reads_first_without_grad: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.reads_first_without_grad = reads_first_without_grad
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reads_first_without_grad:
+            with torch.no_grad():
+                x = x * self.first.weight.mean()
+        weight = self.first.weight
+        x = self.second(torch.tanh(self.first(x)))
+        return F.linear(x, weight).square().mean()
+
+
+class ReadsBehindBreak(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        return (self._project(x) if torch.is_grad_enabled() else x).square().mean()
+
+    @torch.compiler.disable
+    def _project(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.first.weight.mean()
+        return F.linear(x * scale, self.first.weight)
+
+
+# ---- on the ranks ----------------------------------------------------------------------------------------------------
+
+
+def read_ahead(way: str) -> None:
+    """A forward without gradients may come between forward and backward, and others behind."""
+    for is_frozen in (False, True):
+        for between in ("nothing", "a forward without gradients", "a read without gradients"):
+            model, reference = build(lambda b=between: ReadsAhead(b == "a read without gradients"))  # type: ignore[misc]
+            for module in (model, reference):
+                module.first.weight.requires_grad_(not is_frozen)
+            fully_shard(model, units=["first", "second"])
+            if way == "compiled layers":
+                for layer in (model.first, model.second):
+                    layer.compile(backend=overlap_fsdp, options={"inner": "aot_eager"})
+
+            def call(x: Tensor, model: nn.Module = model, between: str = between) -> Tensor:
+                loss = model(x)
+                if between == "a forward without gradients":
+                    with torch.no_grad():
+                        assert torch.equal(model(x), loss)
+                return loss
+
+            batches = float_batches(3, 8, 12)
+            found = train(model, batches, sharded=True, call=call)
+            assert_same(found, train(reference, batches, sharded=False))
+            with torch.no_grad():
+                model(batches[0][0])
+            assert_released(model)
+
+
+def read_behind_a_break() -> None:
+    """First without gradients, which must not be all that is remembered of it."""
+    model, reference = build(ReadsBehindBreak)
+    fully_shard(model, units=["first", "second"])
+    compiled = call_of(model, "aot_eager")
+
+    def call(x: Tensor) -> Tensor:
+        loss = compiled(x)
+        with torch.no_grad():
+            compiled(x)
+        return loss
+
+    batches = float_batches(3, 8, 12)
+    found = train(model, batches, sharded=True, call=call)
+    assert_same(found, train(reference, batches, sharded=False))
+    assert_released(model)
+
+
+def assert_released(model: nn.Module) -> None:
+    unit = unit_of(model.first)
+    assert unit is not None
+    assert not unit.is_unsharded
+    assert not unit.context.on_demand
+
+
+def two_forwards_and_two_backwards() -> None:
+    for is_frozen in (False, True):
+        model, reference = build(ReadsAhead)
+        for module in (model, reference):
+            module.first.weight.requires_grad_(not is_frozen)
+        fully_shard(model, units=["first", "second"])
+        (x,), (y,) = float_batches(2, 8, 12)
+        for module in (model, reference):
+            losses = [module(x), module(y)]
+            losses[0].backward()
+            losses[1].backward()
+        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+            assert (param.grad is None) == (other.grad is None)
+            if param.grad is not None:
+                torch.testing.assert_close(whole(param.grad), other.grad)
+        assert_released(model)
+
+
+def writes_between_forwards() -> None:
+    """What a forward left whole, since no backward came, is gathered anew: a write through `.data` is seen."""
+    model, reference = build(ReadsAhead)
+    fully_shard(model, units=["first", "second"])
+    ((x,),) = float_batches(1, 8, 12)
+    model(x)
+    for module in (model, reference):
+        for param in module.parameters():
+            (param.data.to_local() if isinstance(param.data, DTensor) else param.data).mul_(2)
+    for is_with_grad in (False, True):
+        with torch.set_grad_enabled(is_with_grad):
+            torch.testing.assert_close(model(x), reference(x))
+    model(x).backward()
+    assert_released(model)
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["fallback", "compiled layers"])
+def test_a_weight_that_is_read_ahead_of_its_unit_trains_as_unsharded(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:read_ahead", way=way)
+
+
+def test_a_weight_that_eager_code_reads_stays_whole_through_a_forward_without_gradients(two_ranks: RankPool) -> None:
+    two_ranks.run(f"{HERE}:read_behind_a_break")
+
+
+def test_a_weight_that_was_read_ahead_is_whole_in_the_second_of_two_backwards(two_ranks: RankPool) -> None:
+    two_ranks.run(f"{HERE}:two_forwards_and_two_backwards")
+
+
+def test_a_weight_that_was_read_ahead_is_gathered_anew_for_the_next_forward(two_ranks: RankPool) -> None:
+    two_ranks.run(f"{HERE}:writes_between_forwards")
