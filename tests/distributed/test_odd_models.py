@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fsdp_passes import fully_shard
 from fsdp_passes.errors import ForwardModeError
-from tests.distributed.checks import WAYS, assert_trains_as_unsharded, call_of, float_batches
+from tests.distributed.checks import WAYS, assert_trains_as_unsharded, call_of, compiled, float_batches
 from tests.ranks import RankPool
 from tests.training import assert_same, build, my_share, train, whole
 
@@ -289,6 +289,33 @@ def test_odd_models_train_as_unsharded(two_ranks: RankPool, case: str, way: str)
 def test_compiled_code_may_read_a_weight_outside_its_module(two_ranks: RankPool) -> None:
     # Not in the fallback, where a unit is gathered only while its module runs.
     two_ranks.run(f"{HERE}:outside_reads")
+
+
+class Upsampled(nn.Module):
+    """A grouped convolution behind a transposed one: with PyTorch 2.14 its weight's gradient has other strides than
+    those that were traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Sequential(nn.ConvTranspose2d(5, 6, 2, stride=2), nn.GroupNorm(2, 6), nn.GELU()),
+            nn.Conv2d(6, 3, 3, stride=2, padding=1, groups=3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.view(-1, 5, 4, 4).contiguous(memory_format=torch.channels_last)).square().mean()
+
+
+def packed_convolutions() -> None:
+    model, reference = build(Upsampled)
+    fully_shard(model, units=["layers.*"], reshard_after_forward=False)
+    batches = float_batches(3, 8, 80)
+    found = train(model, batches, sharded=True, call=compiled(model, bucket_mode="packed"))
+    assert_same(found, train(reference, batches, sharded=False))
+
+
+def test_packed_gradients_may_have_other_strides_than_traced(two_ranks: RankPool) -> None:
+    two_ranks.run(f"{HERE}:packed_convolutions")
 
 
 # ---- more than a loss ------------------------------------------------------------------------------------------------
