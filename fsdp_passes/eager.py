@@ -135,7 +135,9 @@ def _watch_inputs(unit: FsdpUnit, inputs: Any) -> None:
     if is_in_backward() or not torch.is_grad_enabled() or all(p.placeholder.requires_grad for p in unit.params):
         return
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if tensors:
+    # Autograd cannot say in `torch.autograd.grad` whether it will come to a leaf, and raises. Then the unit's backward
+    # is over when all of it is: as a rule a leaf is an input of the first unit, which comes last anyway.
+    if tensors and not any(tensor.is_leaf for tensor in tensors):
         hook = functools.partial(unit_has_input_gradients, unit)
         torch.autograd.graph.register_multi_grad_hook(tensors, lambda grads: hook(), mode="all")
 

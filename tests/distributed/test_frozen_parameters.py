@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import unittest.mock
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -73,6 +74,27 @@ def lora_as_a_whole(way: str) -> None:
             assert torch.equal(found.params[name], value), name
 
 
+def adversarial_inputs(way: str) -> None:
+    """The gradient of an input, a leaf, for what is trained with; the model's first unit is partly frozen."""
+
+    def make() -> nn.Module:
+        return LoraModel().layers
+
+    def attacked(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def loss(x: Tensor) -> Tensor:
+            x = x.requires_grad_()
+            (grad,) = torch.autograd.grad(call(x).square().mean(1).sum(), x)
+            return call(x.detach() + grad / 10).square().mean()
+
+        return loss
+
+    model, reference = build(make)
+    fully_shard(model, units=["*"])
+    batches = float_batches(3, 8, 16)
+    found = train(model, batches, sharded=True, call=attacked(call_of(model, way)))
+    assert_same(found, train(reference, batches, sharded=False, call=attacked(reference)))
+
+
 def whole_blocks_in_a_backward() -> int:
     """The most blocks that are gathered at once while the fallback runs a backward."""
     model = LoraModel(layers=6)
@@ -121,6 +143,11 @@ def lora_blocks_compiled_one_by_one() -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_lora_reduces_adapters_only_and_leaves_the_base_as_it_was(two_ranks: RankPool, way: str) -> None:
     two_ranks.run(f"{HERE}:lora_as_a_whole", way=way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_partly_frozen_blocks_give_the_gradient_of_an_input_that_is_a_leaf(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:adversarial_inputs", way=way)
 
 
 def test_blocks_with_frozen_weights_are_released_as_the_backward_of_the_fallback_passes(two_ranks: RankPool) -> None:
