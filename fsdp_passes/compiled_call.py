@@ -22,20 +22,13 @@ from fsdp_passes.gathering import forget_whole_gradients, renew_on_demand, undo_
 from fsdp_passes.gradients import write_at_home
 from fsdp_passes.mesh import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
-from fsdp_passes.parameter import FsdpParameter, GradientSink, fsdp_parameter_of
+from fsdp_passes.parameter import FsdpParameter, GradientSink, fsdp_parameters_at
 from fsdp_passes.passes._uses import ParameterUse
 from fsdp_passes.reduction import reduce_at_once, reduce_late
 from fsdp_passes.regions import close_backward_regions, close_regions_above, num_open_regions
 from fsdp_passes.stand_in import are_active
 
 Compiled = Callable[..., Any]
-
-
-def parameter_at(inputs: Sequence[Any], position: int) -> FsdpParameter:
-    """The parameter behind the placeholder at `position`."""
-    param = fsdp_parameter_of(inputs[position])
-    assert param is not None, "Dynamo's guards let a tensor through that is no sharded parameter"
-    return param
 
 
 class HandOut(torch.autograd.Function):
@@ -54,7 +47,8 @@ class HandOut(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.params, ctx.first_whole, ctx.suffix = params, len(params) - num_whole, reduce_group_suffix
         ctx.set_materialize_grads(False)  # what the graph makes no gradient for has none, as without sharding
-        ctx.versions = [param._version for param in sharded]
+        # Leaves, which autograd's nodes behind this one hold anyway.
+        ctx.sharded, ctx.versions = sharded, [param._version for param in sharded]
         # Fresh aliases: autograd writes its history into the tensors that a Function returns.
         taken = [param.padded_local for param in params[: ctx.first_whole]]
         taken += [param.placeholder for param in params[ctx.first_whole :]]
@@ -62,8 +56,7 @@ class HandOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        sharded = [param.sharded_param for param in ctx.params]
-        for param, now, version in zip(ctx.params, sharded, ctx.versions, strict=True):
+        for param, now, version in zip(ctx.params, ctx.sharded, ctx.versions, strict=True):
             if now._version != version:  # the backward has gathered what was written
                 raise StaleParametersError(param.unit.display_name)
         first = ctx.first_whole
@@ -76,8 +69,8 @@ class HandOut(torch.autograd.Function):
                 reduced[index] = grad[: param.local_rows]
         _leave_at_home(ctx.params, reduced, ctx.next_functions)
         results: list[DTensor | None] = []
-        for now, grad in zip(sharded, reduced, strict=True):
-            results.append(None if grad is None else make_dtensor(grad, now))
+        for param, grad in zip(ctx.sharded, reduced, strict=True):
+            results.append(None if grad is None else make_dtensor(grad, param))
         return None, None, None, *results
 
 
@@ -153,6 +146,7 @@ class CompiledCall:
         stand_in: takes the arguments of a call as one sequence; what it returns, a call returns while warming up.
         enables_grad: whether it computes with gradients where they are off around the call.
         constants: `graph_constants` of the parameters that it was compiled for.
+        unit_constants: those of the unit of each parameter.
         requires_grad: whether each of them required a gradient.
     """
 
@@ -172,9 +166,15 @@ class CompiledCall:
         self.positions = tuple(use.position for use in uses)
         self.label_from = tuple(label_from)
         self.constants = [use.param.graph_constants for use in uses]
+        self.unit_constants = [use.param.unit.graph_constants for use in uses]
         self.requires_grad = [use.param.placeholder.requires_grad for use in uses]
         self.sinks = [use.sink for use in uses]
         self._is_last = [use.is_last for use in uses]
+        # These sinks are the units' choice. The others never change: those of frozen parameters and of the last unit.
+        self._with_units_sink = [
+            index for index, needs_grad in enumerate(self.requires_grad) if needs_grad and not self._is_last[index]
+        ]
+        self._units_sinks = [self.sinks[index] for index in self._with_units_sink]
         # These gradients are not reduced in the graph, or not over the replicas; the others are, if there are any.
         self._with_sink = [index for index, sink in enumerate(self.sinks) if sink is not GradientSink.SHARD]
         self._is_reduced = [
@@ -188,7 +188,7 @@ class CompiledCall:
         self._has_two_groups = not settings.unify_communication_stream
 
     def __call__(self, *args: Any) -> Any:
-        params = [parameter_at(args, position) for position in self.positions]
+        params = fsdp_parameters_at(args, self.positions)
         sharded = [param.adopt_current() for param in params]
         if not self._fits(params, sharded):
             return self.recompile(*args)
@@ -242,8 +242,12 @@ class CompiledCall:
                 param.sync_requires_grad()
         if not fits or [param.graph_constants for param in params] != self.constants:
             return False
-        sinks = [param.gradient_sink(is_last=is_last) for param, is_last in zip(params, self._is_last, strict=True)]
-        return sinks == self.sinks
+        units = [param.unit for param in params]
+        constants = {unit: unit.graph_constants for unit in set(units)}
+        if [constants[unit] for unit in units] != self.unit_constants:
+            return False
+        sinks = {unit: unit.gradient_sink for unit in constants}
+        return [sinks[units[index]] for index in self._with_units_sink] == self._units_sinks
 
     def _hand_out(
         self, inputs: list[Any], params: list[FsdpParameter], sharded: list[nn.Parameter], needs_grad: bool
@@ -253,7 +257,7 @@ class CompiledCall:
         for position, param, is_reduced in zip(self.positions, params, self._is_reduced, strict=True):
             if not (needs_grad and is_reduced):
                 inputs[position] = param.padded_local
-        late = [i for i in self._with_sink if needs_grad and self._is_last[i] and not params[i].accumulates_grads]
+        late = [i for i in self._with_sink if needs_grad and self._is_last[i] and not params[i].unit.accumulates_grads]
         through = self._reduced + late if needs_grad else []
         sinks: dict[int, torch.Tensor] = {}
         if through:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -242,16 +243,14 @@ class FsdpParameter:
 
     @property
     def graph_constants(self) -> tuple[object, ...]:
-        """What a compiled graph takes for constant and no guard looks at; it serves only parameters that agree.
+        """What a compiled graph takes for constant and no guard looks at; with `FsdpUnit.graph_constants`, it serves
+        only parameters that agree.
 
-        Read for every parameter on every call: kept until dtypes, the unit's place or its settings change.
+        Read for every parameter on every call: kept until dtypes change.
         """
-        unit = self.unit
-        changing = (unit.reshards_after_forward, unit.kept_world_size, unit.divide_factor)
-        if self._graph_constants is None or self._graph_constants[0] != changing:
+        if self._graph_constants is None:
             dtypes = (self.orig_dtype, self.param_dtype, self.reduce_dtype)
             self._graph_constants = (
-                changing,
                 self.group_name,
                 self.replica_group_name,
                 self.shard_dim,
@@ -261,12 +260,6 @@ class FsdpParameter:
             )
         return self._graph_constants
 
-    @property
-    def accumulates_grads(self) -> bool:
-        """Whether the next backward's gradient is added to others before it is reduced: gradient sync is off, or it
-        was, and what was accumulated is reduced together with it."""
-        return not self.unit.syncs_gradients or bool(self.unit.accumulating)
-
     def gradient_sink(self, *, is_last: bool) -> GradientSink:
         """Where a compiled graph sends the gradient.
 
@@ -275,11 +268,7 @@ class FsdpParameter:
         """
         if not self.placeholder.requires_grad:
             return GradientSink.SHARD
-        if self.accumulates_grads or is_last:
-            return GradientSink.WHOLE
-        if self.num_replicas > 1 and (not self.unit.reduces_replicas or self.unit.accumulating_partially):
-            return GradientSink.PARTIAL
-        return GradientSink.SHARD
+        return GradientSink.WHOLE if is_last else self.unit.gradient_sink
 
     def sink(self, kind: GradientSink) -> nn.Parameter | None:
         """The tensor without storage that a graph takes for its gradient; None where that is the shard."""
@@ -396,3 +385,8 @@ class FsdpParameter:
 def fsdp_parameter_of(tensor: object) -> FsdpParameter | None:
     """The FsdpParameter behind a placeholder, found by the object itself."""
     return getattr(tensor, "_fsdp_parameter", None) if isinstance(tensor, torch.Tensor) else None
+
+
+def fsdp_parameters_at(tensors: Sequence[Any], positions: Sequence[int]) -> list[FsdpParameter]:
+    """The same for the placeholders at `positions`; nothing else may be there."""
+    return [tensors[position]._fsdp_parameter for position in positions]

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_passes.errors import ProcessGroupGoneError
-from fsdp_passes.mesh import send_to_replicas
-from fsdp_passes.parameter import FsdpParameter
+from fsdp_passes.mesh import num_replicas, send_to_replicas
+from fsdp_passes.parameter import FsdpParameter, GradientSink
 from fsdp_passes.regions import new_label
 
 if TYPE_CHECKING:
@@ -135,6 +135,26 @@ class FsdpUnit:
         """Whether gathered parameters are dropped between forward and backward; by default all units but the root,
         whose parameters would be gathered again at once."""
         return (not self.is_root) if self.reshard_after_forward is None else self.reshard_after_forward
+
+    @property
+    def graph_constants(self) -> tuple[object, ...]:
+        """What a compiled graph takes for constant of a unit; see `FsdpParameter.graph_constants`."""
+        return self.reshards_after_forward, self.kept_world_size, self.divide_factor
+
+    @property
+    def accumulates_grads(self) -> bool:
+        """Whether the next backward's gradients are added to others before they are reduced: gradient sync is off, or
+        it was, and what was accumulated is reduced together with them."""
+        return not self.syncs_gradients or bool(self.accumulating)
+
+    @property
+    def gradient_sink(self) -> GradientSink:
+        """Where compiled graphs send gradients that they could reduce."""
+        if self.accumulates_grads:
+            return GradientSink.WHOLE
+        if (not self.reduces_replicas or self.accumulating_partially) and num_replicas(self.mesh) > 1:
+            return GradientSink.PARTIAL
+        return GradientSink.SHARD
 
     @property
     def display_name(self) -> str:
