@@ -57,6 +57,20 @@ def test_a_parameter_that_was_frozen_or_whose_unit_changed_is_compiled_for_again
     assert call(*placeholders) == "compiled again"
 
 
+def test_a_unit_that_accumulates_is_compiled_for_again_unless_it_is_frozen() -> None:
+    params = all_params()
+    placeholders = [param.placeholder for param in params]
+    unit = params[0].unit
+    for param in unit.params:
+        param.sharded_param.requires_grad_(False)
+        param.sync_requires_grad()
+    call = call_for(params, lambda *_: "run")
+    unit.syncs_gradients = False
+    assert call(*placeholders) == "run"
+    params[-1].unit.syncs_gradients = False
+    assert call(*placeholders) == "compiled again"
+
+
 def test_constants_are_kept_until_something_in_them_changes() -> None:
     param = all_params()[0]
     before = param.graph_constants
