@@ -116,6 +116,8 @@ def _gather_for_forward(unit: FsdpUnit) -> None:
         release_kept(context)
         context.begin_forward()
     context.enter(unit, Phase.FORWARD)
+    if torch.is_grad_enabled():
+        unit.reads_of_others.clear()  # what only an earlier forward has read would be gathered for nothing
     if unit not in context.forward_order:
         context.forward_order.append(unit)
     for owner in (unit, *unit.borrows_from):
@@ -243,10 +245,12 @@ def gather_for_eager_read(unit: FsdpUnit) -> None:
         _gather_for_forward(unit)
         unit.may_run_eagerly = False  # only now: until then it says that this forward has begun before
     elif unit.context.is_in_any_forward():
-        if not unit.is_unsharded:
-            _gather_on_demand(unit)
-        elif torch.is_grad_enabled():
-            unit.context.on_demand[unit] = True  # until now it was read without gradients
+        if unit.is_unsharded and unit.context.phase(unit) is Phase.FORWARD:
+            return  # its own forward reads it
+        if not unit.is_unsharded or unit not in unit.context.on_demand:
+            _gather_on_demand(unit)  # also what is whole from before: its own forward would release it
+        else:
+            _note_read(unit)
 
 
 @torch.compiler.disable
@@ -266,6 +270,13 @@ def _gather_on_demand(unit: FsdpUnit) -> None:
     for param in unit.params:
         watch_gradient(param)
     context.offloading.await_reads()  # nobody sees when this forward ends
+    unit.forward_versions = unit.gathered_versions
+    _note_read(unit)
+
+
+def _note_read(unit: FsdpUnit) -> None:
+    """Keep the unit whole for code outside of its own forward, which is that of the units whose forwards run."""
+    context = unit.context
     context.on_demand[unit] = context.on_demand.get(unit, False) or torch.is_grad_enabled()
     for reader in context.units:
         if reader is not unit and context.phase(reader) is Phase.FORWARD and unit not in reader.reads_of_others:

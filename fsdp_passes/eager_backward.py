@@ -148,10 +148,10 @@ def _finish_backward(unit: FsdpUnit) -> None:
     context = unit.context
     context.finished_backward.append(unit)
     context.enter(unit, Phase.RESTING)
-    # A unit around or beside this one may still read a weight of it, above all a frozen one, whose last reader makes no
-    # gradient for it. What this unit borrowed has waited for the same reason.
+    # A unit around or beside this one may still read a weight of it, above all a frozen or detached one, whose last
+    # reader makes no gradient for it. What this unit borrowed has waited for the same reason.
     for owner in (unit, *unit.borrows_from):
-        if owner in context.on_demand and not all(param.placeholder.requires_grad for param in owner.params):
+        if owner in context.on_demand:
             continue  # read by code around it: until the backward has ended
         if owner in context.finished_backward and not owner.is_borrowed_in(Phase.BACKWARD):
             _release_behind_backward(owner)

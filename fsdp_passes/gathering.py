@@ -139,7 +139,7 @@ def release_read_without_gradients(context: FsdpContext) -> None:
     """Behind a forward, release what eager code has gathered by reading it, where no backward will."""
     for unit in [unit for unit, needs_grad in context.on_demand.items() if not needs_grad]:
         del context.on_demand[unit]
-        if not unit.is_held:
+        if not unit.is_held and not unit.is_kept:
             release(unit)
     context.drain_delayed_releases(0)
 

@@ -244,8 +244,9 @@ def _face(name: str, module: nn.Module) -> torch.Tensor:
         if is_traced_by_foreign_backend() and param.placeholder.untyped_storage().size() == 0:
             return read_outside_graph(module, name)
         return param.traced_face()
-    if not param.unit.is_unsharded or param.unit in param.unit.context.on_demand:
-        gather_for_eager_read(param.unit)
+    unit = param.unit
+    if not unit.is_unsharded or unit.is_kept or unit.is_held or unit in unit.context.on_demand:
+        gather_for_eager_read(unit)
     if param.unit.is_unsharded:
         return param.face()
     if param.unit.pending_gather is not None:

@@ -48,6 +48,39 @@ class ReadsBehindBreak(nn.Module):
         return F.linear(x * scale, self.first.weight)
 
 
+class ReadsDetached(nn.Module):
+    """Of the last layer, ahead of the others: the backward of that comes when the last layer's is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(self.layers[0](x), self.layers[4].weight.detach())
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+class ReadsAtFirst(nn.Module):
+    """In the first forward all layers; in the second not even the first layer runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += 1
+        if self.num_forwards == 1:
+            with torch.no_grad():
+                x = x * sum(layer.weight.norm() for layer in self.layers)
+        weight = self.layers[0].weight if self.num_forwards == 3 else None
+        for layer in self.layers[self.num_forwards - 1 :]:
+            x = torch.tanh(layer(x))
+        return (x if weight is None else F.linear(x, weight)).square().mean()
+
+
 # ---- on the ranks ----------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +170,46 @@ def writes_between_forwards() -> None:
     assert_released(model)
 
 
+def detached() -> None:
+    model, reference = build(ReadsDetached)
+    fully_shard(model, units=["layers.*"])
+    batches = float_batches(2, 8, 12)
+    assert_same(train(model, batches, sharded=True), train(reference, batches, sharded=False))
+
+
+def whole_from_before() -> None:
+    """Whether the user's `unshard()` made it whole or an earlier backward has left it so."""
+    for is_held in (True, False):
+        model, reference = build(ReadsAhead)
+        fully_shard(model, units=["first", "second"])
+        if is_held:
+            model.first.unshard()
+        else:
+            model.set_reshard_after_backward(False)
+        batches = float_batches(3, 8, 12)
+        assert_same(train(model, batches, sharded=True), train(reference, batches, sharded=False))
+
+
+def read_once() -> list[int]:
+    """Returns how many layers were whole at once in the backward of each step."""
+    model, reference = build(ReadsAtFirst)
+    fully_shard(model, units=["layers.*"])
+    units = [unit for unit in map(unit_of, model.layers) if unit is not None]
+    most = [0]
+    for layer in model.layers:
+        layer.register_full_backward_pre_hook(
+            lambda *_: most.append(max(most.pop(), sum(unit.is_unsharded for unit in units)))
+        )
+
+    def call(x: Tensor) -> Tensor:
+        most.append(0)
+        return model(x.requires_grad_())  # type: ignore[no-any-return]
+
+    batches = float_batches(3, 8, 12)
+    assert_same(train(model, batches, sharded=True, call=call), train(reference, batches, sharded=False))
+    return most[1:]
+
+
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -155,3 +228,17 @@ def test_a_weight_that_was_read_ahead_is_whole_in_the_second_of_two_backwards(tw
 
 def test_a_weight_that_was_read_ahead_is_gathered_anew_for_the_next_forward(two_ranks: RankPool) -> None:
     two_ranks.run(f"{HERE}:writes_between_forwards")
+
+
+def test_a_weight_that_was_read_detached_is_whole_until_the_backward_has_ended(two_ranks: RankPool) -> None:
+    two_ranks.run(f"{HERE}:detached")
+
+
+def test_a_weight_that_was_whole_already_stays_so_for_who_reads_it_ahead(two_ranks: RankPool) -> None:
+    two_ranks.run(f"{HERE}:whole_from_before")
+
+
+def test_what_one_forward_has_read_is_not_gathered_for_the_backwards_of_others(two_ranks: RankPool) -> None:
+    for at_once in two_ranks.run(f"{HERE}:read_once"):
+        assert at_once[0] == 4, at_once
+        assert at_once[1] <= 1, at_once
