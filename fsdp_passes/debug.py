@@ -53,7 +53,7 @@ def debug_flags() -> DebugFlags:
     names = _FLAGS if text in ("1", "all") else tuple(name.strip() for name in text.split(","))
     for name in names:
         if name not in _FLAGS:
-            raise OptionValueError(ENVIRONMENT_VARIABLE, text, f"'1', or a list of {', '.join(_FLAGS)}")
+            raise OptionValueError(ENVIRONMENT_VARIABLE, text, f"'0', '1', or a list of {', '.join(_FLAGS)}")
     return DebugFlags(**dict.fromkeys(names, True))
 
 

@@ -81,7 +81,7 @@ def fully_shard(
     Raises:
         An error of `fsdp_passes.errors`; the model is then as it was before the call.
     """
-    check_arguments(offload_policy, dp_mesh_dims)
+    check_arguments(module, units, mp_policy, ignored_params, offload_policy, dp_mesh_dims)
     debug_flags()  # a wrong one raises here, and not when the first unit is released
     mesh = check_mesh(mesh)
     warn_of_one_queue(mesh.device_type)

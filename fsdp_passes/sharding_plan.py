@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_passes._torch_compat import join_meshes, local_tensor
@@ -37,7 +37,21 @@ from fsdp_passes.unit import unit_of
 REPLACED_BY = "_fsdp_replaced_by"
 
 
-def check_arguments(offload_policy: Any, dp_mesh_dims: Any) -> None:
+def check_arguments(
+    module: Any, units: Any, mp_policy: Any, ignored_params: Any, offload_policy: Any, dp_mesh_dims: Any
+) -> None:
+    """Raise for arguments of another kind; some of these would be passed over in silence, a name among the ignored
+    parameters for instance."""
+    if not isinstance(module, nn.Module):
+        raise OptionValueError("module", module, "an nn.Module; several become units of one call through units=[...]")
+    for pattern in [units] if not isinstance(units, Sequence | None) else units or ():
+        if not isinstance(pattern, str):
+            raise OptionValueError("units", pattern, "a pattern of module paths, or several")
+    if not isinstance(mp_policy, MixedPrecisionPolicy | None):
+        raise OptionValueError("mp_policy", mp_policy, "torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=...)")
+    for param in ignored_params or ():
+        if not isinstance(param, nn.Parameter):
+            raise OptionValueError("ignored_params", param, "the nn.Parameters themselves")
     if offload_policy is not None and type(offload_policy) not in (OffloadPolicy, CPUOffloadPolicy):
         instead = "Pass CPUOffloadPolicy(), for shards on the CPU, or leave it out: parameters stay on the device."
         raise UnsupportedArgumentError("offload_policy", offload_policy, instead)
@@ -57,6 +71,8 @@ def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
         has_nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
         device_type = "cuda" if has_nccl else "cpu"
         return init_device_mesh(device_type, (dist.get_world_size(),))
+    if not isinstance(mesh, DeviceMesh):
+        raise OptionValueError("mesh", mesh, "a DeviceMesh; init_device_mesh makes one")
     if mesh.ndim > 2:
         raise MeshError(f"one with {mesh.ndim} dimensions, {mesh.mesh_dim_names or tuple(mesh.shape)}")
     return mesh

@@ -143,6 +143,27 @@ class TestFullyShard:
         assert_still_trains(model, torch.ones(2, 8))
         fully_shard(model, reshard_after_forward=True, offload_policy=OffloadPolicy())
 
+    @pytest.mark.parametrize(
+        ("argument", "value", "expected"),
+        [
+            ("mesh", "cpu", "a DeviceMesh"),
+            ("units", [0], "a pattern of module paths"),
+            ("units", 0, "a pattern of module paths"),
+            ("mp_policy", torch.bfloat16, "MixedPrecisionPolicy"),
+            ("ignored_params", ["head.weight"], "the nn.Parameters themselves"),
+        ],
+    )
+    def test_arguments_of_another_kind(self, argument: str, value: Any, expected: str) -> None:
+        model = Model()
+        with refused(model, errors.OptionValueError, f"{argument}: expected", expected):
+            fully_shard(model, **{argument: value})
+        assert_still_trains(model, torch.ones(2, 8))
+
+    def test_several_modules(self) -> None:
+        model = Model()
+        with refused(model, errors.OptionValueError, "module: expected an nn.Module", "units=[...]"):
+            fully_shard([model])  # type: ignore[type-var]
+
     @pytest.mark.parametrize("value", [3, 16, 0, "yes", 2.0])
     def test_a_number_that_does_not_divide_the_ranks(self, value: Any) -> None:
         model = Model()
