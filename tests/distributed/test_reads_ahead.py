@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_passes import fully_shard, overlap_fsdp
 from fsdp_passes.unit import unit_of
@@ -79,6 +80,22 @@ class ReadsAtFirst(nn.Module):
         for layer in self.layers[self.num_forwards - 1 :]:
             x = torch.tanh(layer(x))
         return (x if weight is None else F.linear(x, weight)).square().mean()
+
+
+class ChunkedHead(nn.Module):
+    """The root reads the head's weight in chunks, each computed again in a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        losses = [checkpoint(self._loss, chunk, use_reentrant=True) for chunk in x.chunk(2)]
+        return torch.stack(losses).sum() / x.numel()
+
+    def _loss(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.head.weight, self.head.bias).square().sum()
 
 
 # ---- on the ranks ----------------------------------------------------------------------------------------------------
@@ -170,6 +187,13 @@ def writes_between_forwards() -> None:
     assert_released(model)
 
 
+def chunked() -> None:
+    model, reference = build(ChunkedHead)
+    fully_shard(model, units=["first", "head"])
+    batches = float_batches(3, 8, 12)
+    assert_same(train(model, batches, sharded=True), train(reference, batches, sharded=False))
+
+
 def detached() -> None:
     model, reference = build(ReadsDetached)
     fully_shard(model, units=["layers.*"])
@@ -228,6 +252,10 @@ def test_a_weight_that_was_read_ahead_is_whole_in_the_second_of_two_backwards(tw
 
 def test_a_weight_that_was_read_ahead_is_gathered_anew_for_the_next_forward(two_ranks: RankPool) -> None:
     two_ranks.run(f"{HERE}:writes_between_forwards")
+
+
+def test_a_weight_that_reentrant_checkpoints_read_is_whole_for_each_of_them(two_ranks: RankPool) -> None:
+    two_ranks.run(f"{HERE}:chunked")
 
 
 def test_a_weight_that_was_read_detached_is_whole_until_the_backward_has_ended(two_ranks: RankPool) -> None:
