@@ -26,6 +26,7 @@ from fsdp_passes._torch_compat import (
     is_tracing_higher_order_op,
     local_tensor,
     never_compile_alone,
+    outside_transforms,
     storage_address,
     tangents_of,
     tree_leaves,
@@ -33,6 +34,7 @@ from fsdp_passes._torch_compat import (
 )
 from fsdp_passes.context import FsdpContext, Phase
 from fsdp_passes.eager_backward import announce_backward, pre_backward, unit_has_input_gradients, watch_gradient
+from fsdp_passes.errors import MutatedParameterError
 from fsdp_passes.foreign import (
     WHY_FOREIGN_GRAPHS_BREAK,
     is_in_foreign_region,
@@ -44,13 +46,11 @@ from fsdp_passes.gathering import (
     keep_parts,
     release,
     release_kept,
-    release_read_without_gradients,
-    renew_on_demand,
     start_ahead,
     start_gather,
     undo_interrupted,
 )
-from fsdp_passes.parameter import fsdp_parameter_of
+from fsdp_passes.parameter import FsdpParameter, fsdp_parameter_of
 from fsdp_passes.regions import (
     FORWARD_COMPUTE,
     pop_region,
@@ -80,8 +80,8 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         elif not is_tracing_higher_order_op():
             unit.is_in_compiled_forward = True  # the compiler replays this at a graph break, before eager code runs
     elif is_in_compiled_region() and not is_in_foreign_region():
-        if unit.context.on_demand:
-            renew_on_demand(unit.context)
+        if not unit.context.is_in_any_forward():
+            unit.context.copies.clear()  # as `release_kept`
         unit.may_run_eagerly = True
     elif not unit.is_in_method:
         if is_in_compiled_region():
@@ -107,6 +107,7 @@ def _gather_for_forward(unit: FsdpUnit) -> None:
             start_gather(owner)
         for owner in (unit, *unit.borrows_from):
             finish_gather(owner)
+        unit.is_recomputed = True
         return
     for param in unit.params:
         param.sync_requires_grad()  # frozen or unfrozen since the last forward
@@ -116,8 +117,6 @@ def _gather_for_forward(unit: FsdpUnit) -> None:
         release_kept(context)
         context.begin_forward()
     context.enter(unit, Phase.FORWARD)
-    if torch.is_grad_enabled():
-        unit.reads_of_others.clear()  # what only an earlier forward has read would be gathered for nothing
     if unit not in context.forward_order:
         context.forward_order.append(unit)
     for owner in (unit, *unit.borrows_from):
@@ -166,8 +165,10 @@ def _leave_forward(unit: FsdpUnit, output: Any) -> Any:
     if unit.may_run_eagerly:
         unit.may_run_eagerly = False  # all of it was compiled
         if not unit.context.is_in_any_forward():
-            release_read_without_gradients(unit.context)
-    elif not is_in_backward() and not unit.is_in_method:
+            _drop_copies(unit.context)
+    elif is_in_backward():
+        unit.is_recomputed = False
+    elif not unit.is_in_method:
         _end_forward(unit, output)
     return output
 
@@ -177,9 +178,9 @@ def _copy_of_gathered(tensor: nn.Parameter) -> torch.Tensor:
     param = fsdp_parameter_of(tensor)
     if param is None:
         return tensor
-    if not param.unit.is_unsharded:
-        _gather_on_demand(param.unit)
-    return tensor.clone()
+    if param.unit.is_unsharded:
+        return tensor.clone()
+    return _copy(param)
 
 
 def _copy_views_of_gathered(context: FsdpContext, output: Any) -> Any:
@@ -215,13 +216,11 @@ def _end_forward(unit: FsdpUnit, output: Any) -> None:
     # An output that hides its tensors in an object of unknown type cannot announce the backward: stay gathered.
     hides_tensors = torch.is_grad_enabled() and any(not _is_plain(leaf) for leaf in leaves)
     for owner in (unit, *unit.borrows_from) if not hides_tensors and not unit.is_borrowed_in(Phase.FORWARD) else ():
-        if owner in context.on_demand:
-            continue  # code around this unit has read a weight ahead of it, and may hold on to that
         if owner.reshards_after_forward or not torch.is_grad_enabled():
             keep_parts(owner)
             release(owner)
     if not context.is_in_any_forward():
-        release_read_without_gradients(context)
+        _drop_copies(context)
     if not context.is_in_forward():
         context.drain_delayed_releases(0)
         context.offloading.await_reads()  # the caller may write the shards now
@@ -237,47 +236,77 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 
+# ---- reads ahead of a unit's forward, around it and in between graphs ------------------------------------------------
+
+
 @never_compile_alone
-def gather_for_eager_read(unit: FsdpUnit) -> None:
-    """Make the unit's parameters whole when eager code reads them in a forward that did not gather them: between two
-    graphs, or outside of their own module (`head.weight` in a chunked loss)."""
+def read_eagerly(param: FsdpParameter) -> torch.Tensor | None:
+    """What eager code reads: the whole parameter in its unit's own code, and wherever else the unit is whole outside of
+    forwards; a copy in other forwards. None where the sharded DTensor is to be read."""
+    unit = param.unit
+    context = unit.context
+    if unit.is_unsharded and context.phase(unit) is not Phase.RESTING:
+        return param.face()
     if unit.may_run_eagerly:
         _gather_for_forward(unit)
         unit.may_run_eagerly = False  # only now: until then it says that this forward has begun before
-    elif unit.context.is_in_any_forward():
-        if unit.is_unsharded and unit.context.phase(unit) is Phase.FORWARD:
-            return  # its own forward reads it
-        if not unit.is_unsharded or unit not in unit.context.on_demand:
-            _gather_on_demand(unit)  # also what is whole from before: its own forward would release it
-        else:
-            _note_read(unit)
+    elif not _is_read_by_own_code(unit) and _may_compute(context):
+        return _copy(param)
+    return param.face() if unit.is_unsharded else None
+
+
+def _may_compute(context: FsdpContext) -> bool:
+    """Whether a forward runs, or one is run again: in a backward, only that has gradients enabled."""
+    return context.is_in_any_forward() or (is_in_backward() and torch.is_grad_enabled())
+
+
+def _is_read_by_own_code(unit: FsdpUnit) -> bool:
+    """Whether the unit, or one that borrows from it, runs and so keeps it whole."""
+    phase = unit.context.phase
+    readers = [other for other in unit.context.units if other is unit or unit in other.borrows_from]
+    return any(reader.is_recomputed or phase(reader) is not Phase.RESTING for reader in readers)
 
 
 @torch.compiler.disable
-def _gather_on_demand(unit: FsdpUnit) -> None:
-    """Make the unit's parameters whole for eager code that no hook prepared.
+def _copy(param: FsdpParameter) -> torch.Tensor:
+    """What eager code gets of a parameter that is not its unit's own code: between two graphs, or outside of the module
+    (`head.weight` in a chunked loss, a weight that is read ahead of its layer).
 
-    They stay whole until the backward has ended, or without gradients until the forward has, or the next one begins:
-    what reads them is not known.
+    The unit's memory comes and goes with its own forward and backward, and who reads it around these, for how long, is
+    not known. A copy belongs to the reader, and to autograd as long as a backward needs it. All parameters of the unit
+    are copied behind one gather, and the copies serve all reads of a forward.
     """
+    unit = param.unit
     context = unit.context
-    if not is_in_backward():
-        for param in unit.params:
-            param.sync_requires_grad()
-    start_gather(unit)
-    start_ahead(unit, None, [], is_backward=False)
-    finish_gather(unit)
-    for param in unit.params:
-        watch_gradient(param)
-    context.offloading.await_reads()  # nobody sees when this forward ends
-    unit.forward_versions = unit.gathered_versions
-    _note_read(unit)
+    if _copied_as(param) not in context.copies:
+        was_whole = unit.is_unsharded
+        if not is_in_backward():
+            for each in unit.params:
+                each.sync_requires_grad()
+        start_gather(unit)
+        if not is_in_backward():
+            start_ahead(unit, None, [], is_backward=False)
+        finish_gather(unit)
+        with outside_transforms():
+            for each in unit.params:
+                watch_gradient(each)
+                context.copies[_copied_as(each)] = each.face().clone()
+        if not was_whole:
+            release(unit)
+        context.offloading.await_reads()  # nobody sees when this forward ends
+    return context.copies[_copied_as(param)]
 
 
-def _note_read(unit: FsdpUnit) -> None:
-    """Keep the unit whole for code outside of its own forward, which is that of the units whose forwards run."""
-    context = unit.context
-    context.on_demand[unit] = context.on_demand.get(unit, False) or torch.is_grad_enabled()
-    for reader in context.units:
-        if reader is not unit and context.phase(reader) is Phase.FORWARD and unit not in reader.reads_of_others:
-            reader.reads_of_others.append(unit)
+def _copied_as(param: FsdpParameter) -> tuple[FsdpParameter, Any]:
+    """What a copy serves: reads in the same modes of autograd, until the shard is written. A forward that an exception
+    has ended may have left copies."""
+    return param, (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), param.values_version)
+
+
+def _drop_copies(context: FsdpContext) -> None:
+    """The outermost forward has ended."""
+    copies = list(context.copies.items())
+    context.copies.clear()
+    for (param, _), copy in copies:
+        if copy._version:
+            raise MutatedParameterError(param.qualified_name)

@@ -28,10 +28,7 @@ def pre_backward(unit: FsdpUnit) -> None:
     context.enter(unit, Phase.BACKWARD)
     unit.ready_grads.clear()
     unit.has_input_grads = unit.are_grads_reduced = False
-    # Whole since the forward as a rule, but not in the second backward behind two forwards.
-    context.on_demand.update(dict.fromkeys(unit.reads_of_others, True))
-    needed = (unit, *unit.borrows_from, *unit.reads_of_others)
-    for owner in needed:
+    for owner in (unit, *unit.borrows_from):
         if not owner.unshards_in_backward:
             continue
         start_gather(owner)
@@ -42,7 +39,7 @@ def pre_backward(unit: FsdpUnit) -> None:
     context.drain_delayed_reductions(0)
     # One reduction may stay on the wire while this unit computes; older ones have had a whole unit's time.
     context.finish_reductions(1)
-    for owner in needed:
+    for owner in (unit, *unit.borrows_from):
         finish_gather(owner)
     context.switch_backward_region(region_name(unit.display_name, BACKWARD_COMPUTE))
 
@@ -148,11 +145,9 @@ def _finish_backward(unit: FsdpUnit) -> None:
     context = unit.context
     context.finished_backward.append(unit)
     context.enter(unit, Phase.RESTING)
-    # A unit around or beside this one may still read a weight of it, above all a frozen or detached one, whose last
-    # reader makes no gradient for it. What this unit borrowed has waited for the same reason.
+    # A unit around or beside this one may still read a weight of it, above all a frozen one, whose last reader makes no
+    # gradient for it. What this unit borrowed has waited for the same reason.
     for owner in (unit, *unit.borrows_from):
-        if owner in context.on_demand:
-            continue  # read by code around it: until the backward has ended
         if owner in context.finished_backward and not owner.is_borrowed_in(Phase.BACKWARD):
             _release_behind_backward(owner)
 
@@ -167,10 +162,11 @@ def _end_backward(context: FsdpContext) -> None:
         if with_grads:
             take_gradients(unit, with_grads)
         unit.ready_grads.clear()
+        unit.is_recomputed = False
         _release_behind_backward(unit)
     drop_started(context)
     context.phases.clear()
-    context.on_demand.clear()
+    context.copies.clear()
     context.finished_backward.clear()
     context.drain_delayed_reductions(0)
     if context.is_last_backward:

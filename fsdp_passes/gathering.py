@@ -113,32 +113,8 @@ def release_kept(context: FsdpContext) -> None:
 
     Somebody may have written the parameters since, also through `.data`, which no version counter sees.
     """
-    renew_on_demand(context)
+    context.copies.clear()
     for unit in context.units:
-        if not unit.is_held and not unit.is_kept and unit not in context.on_demand:
-            release(unit)
-    context.drain_delayed_releases(0)
-
-
-@torch.compiler.disable
-def renew_on_demand(context: FsdpContext) -> None:
-    """Before a new forward, what eager code has read outside of the units' own forwards, and no backward released:
-    release it, or where the backward of that code may still come and read it, gather it anew, as `release_kept` says.
-    Not in a forward that goes on: its code may hold on to what it has read."""
-    if context.is_in_any_forward() or is_in_backward():
-        return
-    release_read_without_gradients(context)
-    for unit in context.on_demand:
-        unit.gathered_versions = None
-        start_gather(unit)
-    for unit in context.on_demand:
-        finish_gather(unit)  # nothing of ours runs ahead of the backward that reads it
-
-
-def release_read_without_gradients(context: FsdpContext) -> None:
-    """Behind a forward, release what eager code has gathered by reading it, where no backward will."""
-    for unit in [unit for unit, needs_grad in context.on_demand.items() if not needs_grad]:
-        del context.on_demand[unit]
         if not unit.is_held and not unit.is_kept:
             release(unit)
     context.drain_delayed_releases(0)
@@ -231,9 +207,9 @@ def undo(context: FsdpContext) -> None:
         drop_started(context)
     context.lookahead.started.clear()
     close_regions_above(0)
-    context.on_demand.clear()
+    context.copies.clear()
     for unit in context.units:
-        unit.is_in_compiled_forward = unit.may_run_eagerly = False
+        unit.is_in_compiled_forward = unit.may_run_eagerly = unit.is_recomputed = False
         for scalar in unit.scalars:
             scalar.placeholder.grad = None
         drop_parts(unit)

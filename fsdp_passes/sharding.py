@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_passes._torch_compat import never_compile_alone
 from fsdp_passes.context import FsdpContext
 from fsdp_passes.debug import check_eager_read, debug_flags
-from fsdp_passes.eager import gather_for_eager_read, install_hooks
+from fsdp_passes.eager import install_hooks, read_eagerly
 from fsdp_passes.errors import PickledModuleError, ReplacedParameterError
 from fsdp_passes.foreign import WHY_FOREIGN_GRAPHS_BREAK, is_traced_by_foreign_backend
 from fsdp_passes.fsdp_module import FsdpModule
@@ -244,11 +244,9 @@ def _face(name: str, module: nn.Module) -> torch.Tensor:
         if is_traced_by_foreign_backend() and param.placeholder.untyped_storage().size() == 0:
             return read_outside_graph(module, name)
         return param.traced_face()
-    unit = param.unit
-    if not unit.is_unsharded or unit.is_kept or unit.is_held or unit in unit.context.on_demand:
-        gather_for_eager_read(unit)
-    if param.unit.is_unsharded:
-        return param.face()
+    read = read_eagerly(param)
+    if read is not None:
+        return read
     if param.unit.pending_gather is not None:
         check_eager_read(param.qualified_name, param.unit.display_name)
     sharded = module._parameters[name]

@@ -86,8 +86,8 @@ class FsdpUnit:
     # Units that own a parameter to which a module of this unit refers too (a tied head): the fallback gathers them with
     # this one.
     borrows_from: list[FsdpUnit] = dataclasses.field(default_factory=list)
-    # Units of which its forward, or one inside of it, has read parameters outside of their own: its backward does too.
-    reads_of_others: list[FsdpUnit] = dataclasses.field(default_factory=list)
+    # Whether activation checkpointing runs its forward again, in a backward.
+    is_recomputed: bool = False
     # What the methods of `FsdpModule` set. Whether a backward reduces the gradients or only adds them up, whether it
     # reduces them over the replicas too, whether it gathers the parameters, and whether it releases them; what the sum
     # over the ranks is divided by, None for their number.

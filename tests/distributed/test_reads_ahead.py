@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_passes import fully_shard, overlap_fsdp
+from fsdp_passes.errors import MutatedParameterError
 from fsdp_passes.unit import unit_of
 from tests.distributed.checks import call_of, float_batches
 from tests.ranks import RankPool
@@ -150,20 +151,23 @@ def assert_released(model: nn.Module) -> None:
     unit = unit_of(model.first)
     assert unit is not None
     assert not unit.is_unsharded
-    assert not unit.context.on_demand
+    assert not unit.context.copies
 
 
-def two_forwards_and_two_backwards() -> None:
+def two_forwards_and_two_backwards(way: str) -> None:
+    """Twice through the first forward, too."""
     for is_frozen in (False, True):
-        model, reference = build(ReadsAhead)
+        torch._dynamo.reset()
+        model, reference = build(ReadsAhead if way == "fallback" else ReadsBehindBreak)
         for module in (model, reference):
             module.first.weight.requires_grad_(not is_frozen)
         fully_shard(model, units=["first", "second"])
         (x,), (y,) = float_batches(2, 8, 12)
-        for module in (model, reference):
-            losses = [module(x), module(y)]
-            losses[0].backward()
+        for call in (call_of(model, way), reference):
+            losses = [call(x), call(y)]
+            losses[0].backward(retain_graph=True)
             losses[1].backward()
+            losses[0].backward()
         for param, other in zip(model.parameters(), reference.parameters(), strict=True):
             assert (param.grad is None) == (other.grad is None)
             if param.grad is not None:
@@ -192,6 +196,18 @@ def chunked() -> None:
     fully_shard(model, units=["first", "head"])
     batches = float_batches(3, 8, 12)
     assert_same(train(model, batches, sharded=True), train(reference, batches, sharded=False))
+
+
+def written_around_a_unit() -> None:
+    class Writes(ReadsAhead):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.first.weight.mul_(2)
+            return super().forward(x)
+
+    model = fully_shard(build(Writes)[0], units=["first", "second"])
+    with pytest.raises(MutatedParameterError, match=r"first\.weight"):
+        model(torch.ones(8, 12))
 
 
 def detached() -> None:
@@ -246,8 +262,9 @@ def test_a_weight_that_eager_code_reads_stays_whole_through_a_forward_without_gr
     two_ranks.run(f"{HERE}:read_behind_a_break")
 
 
-def test_a_weight_that_was_read_ahead_is_whole_in_the_second_of_two_backwards(two_ranks: RankPool) -> None:
-    two_ranks.run(f"{HERE}:two_forwards_and_two_backwards")
+@pytest.mark.parametrize("way", ["fallback", "aot_eager"])
+def test_a_weight_that_was_read_ahead_is_whole_in_each_of_several_backwards(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(f"{HERE}:two_forwards_and_two_backwards", way=way)
 
 
 def test_a_weight_that_was_read_ahead_is_gathered_anew_for_the_next_forward(two_ranks: RankPool) -> None:
@@ -256,6 +273,10 @@ def test_a_weight_that_was_read_ahead_is_gathered_anew_for_the_next_forward(two_
 
 def test_a_weight_that_reentrant_checkpoints_read_is_whole_for_each_of_them(two_ranks: RankPool) -> None:
     two_ranks.run(f"{HERE}:chunked")
+
+
+def test_a_weight_that_code_around_its_unit_writes_is_named(two_ranks: RankPool) -> None:
+    two_ranks.run(f"{HERE}:written_around_a_unit")
 
 
 def test_a_weight_that_was_read_detached_is_whole_until_the_backward_has_ended(two_ranks: RankPool) -> None:
@@ -268,5 +289,4 @@ def test_a_weight_that_was_whole_already_stays_so_for_who_reads_it_ahead(two_ran
 
 def test_what_one_forward_has_read_is_not_gathered_for_the_backwards_of_others(two_ranks: RankPool) -> None:
     for at_once in two_ranks.run(f"{HERE}:read_once"):
-        assert at_once[0] == 4, at_once
-        assert at_once[1] <= 1, at_once
+        assert max(at_once) <= 1, at_once
