@@ -18,7 +18,7 @@ from fsdp_passes.context import ensure_reduce_group
 from fsdp_passes.eager_backward import gradient_sinks, queue_end_of_backward, watch_backward
 from fsdp_passes.errors import ForwardModeError, StaleParametersError
 from fsdp_passes.gather_ops import await_left_behind
-from fsdp_passes.gathering import forget_whole_gradients, undo_interrupted
+from fsdp_passes.gathering import forget_copies, forget_whole_gradients, undo_interrupted
 from fsdp_passes.gradients import write_at_home
 from fsdp_passes.mesh import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions
@@ -208,8 +208,8 @@ class CompiledCall:
             for mesh in dict.fromkeys(params[index].mesh for index in self.label_from):
                 ensure_reduce_group(mesh)
         context = params[0].unit.context
-        if context.copies and not is_in_backward() and not context.is_in_any_forward():
-            context.copies.clear()  # of a forward that has ended: somebody may have written the parameters since
+        if context.copies:
+            forget_copies(context)
         if not is_in_backward():
             if context.is_backward_callback_queued:
                 undo_interrupted(context)  # the backward before this call raised

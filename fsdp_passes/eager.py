@@ -43,6 +43,7 @@ from fsdp_passes.foreign import (
 )
 from fsdp_passes.gathering import (
     finish_gather,
+    forget_copies,
     keep_parts,
     release,
     release_kept,
@@ -80,8 +81,8 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         elif not is_tracing_higher_order_op():
             unit.is_in_compiled_forward = True  # the compiler replays this at a graph break, before eager code runs
     elif is_in_compiled_region() and not is_in_foreign_region():
-        if not unit.context.is_in_any_forward():
-            unit.context.copies.clear()  # as `release_kept`
+        if unit.context.copies:
+            forget_copies(unit.context)
         unit.may_run_eagerly = True
     elif not unit.is_in_method:
         if is_in_compiled_region():
@@ -244,13 +245,18 @@ def read_eagerly(param: FsdpParameter) -> torch.Tensor | None:
     """What eager code reads: the whole parameter in its unit's own code, and wherever else the unit is whole outside of
     forwards; a copy in other forwards. None where the sharded DTensor is to be read."""
     unit = param.unit
-    context = unit.context
-    if unit.is_unsharded and context.phase(unit) is not Phase.RESTING:
+    if unit.is_unsharded and unit.context.phases.get(unit, Phase.RESTING) is not Phase.RESTING:
         return param.face()
+    return _read_at_rest(param)
+
+
+@torch.compiler.disable
+def _read_at_rest(param: FsdpParameter) -> torch.Tensor | None:
+    unit = param.unit
     if unit.may_run_eagerly:
         _gather_for_forward(unit)
         unit.may_run_eagerly = False  # only now: until then it says that this forward has begun before
-    elif not _is_read_by_own_code(unit) and _may_compute(context):
+    elif not _is_read_by_own_code(unit) and _may_compute(unit.context):
         return _copy(param)
     return param.face() if unit.is_unsharded else None
 
@@ -308,5 +314,5 @@ def _drop_copies(context: FsdpContext) -> None:
     copies = list(context.copies.items())
     context.copies.clear()
     for (param, _), copy in copies:
-        if copy._version:
+        if not copy.is_inference() and copy._version:
             raise MutatedParameterError(param.qualified_name)
