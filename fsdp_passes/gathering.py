@@ -122,9 +122,9 @@ def release_kept(context: FsdpContext) -> None:
 
 @torch.compiler.disable
 def forget_copies(context: FsdpContext) -> None:
-    """At the begin of compiled code, forget the copies of a forward that has ended, as `release_kept` does. One that
-    goes on keeps those that its code has read."""
-    if not context.is_in_any_forward() and not is_in_backward():
+    """At the begin of compiled code, forget the copies of a forward that has ended, as `release_kept` does, and without
+    gradients all of them: autograd keeps none, so that those of layer after layer would add up."""
+    if not torch.is_grad_enabled() or not (context.is_in_any_forward() or is_in_backward()):
         context.copies.clear()
 
 

@@ -129,6 +129,35 @@ def read_ahead(way: str) -> None:
             assert_released(model)
 
 
+def copies_without_gradients() -> list[int]:
+    """Returns how many copies there are behind each layer, of which eager code reads a weight."""
+    found: list[int] = []
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = self.project(torch.tanh(layer(x)), layer)
+            return x
+
+        @torch.compiler.disable
+        def project(self, x: Tensor, layer: nn.Module) -> Tensor:
+            x = F.linear(x, layer.weight)
+            unit = unit_of(layer)
+            found.extend([] if unit is None else [len(unit.context.copies)])
+            return x
+
+    model, reference = build(Model)
+    fully_shard(model, units="layers.*")
+    ((x,),) = float_batches(1, 8, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(call_of(model, "aot_eager")(x), reference(x))
+    return found
+
+
 def read_behind_a_break() -> None:
     """First without gradients, which must not be all that is remembered of it."""
     model, reference = build(ReadsBehindBreak)
@@ -260,6 +289,10 @@ def test_a_weight_that_is_read_ahead_of_its_unit_trains_as_unsharded(two_ranks: 
 
 def test_a_weight_that_eager_code_reads_stays_whole_through_a_forward_without_gradients(two_ranks: RankPool) -> None:
     two_ranks.run(f"{HERE}:read_behind_a_break")
+
+
+def test_copies_do_not_add_up_from_layer_to_layer_where_autograd_keeps_none(two_ranks: RankPool) -> None:
+    assert two_ranks.run(f"{HERE}:copies_without_gradients") == [[2] * 4] * 2  # a weight and a bias
 
 
 @pytest.mark.parametrize("way", ["fallback", "aot_eager"])
