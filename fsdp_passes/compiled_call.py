@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_passes._torch_compat import has_gradient_hooks, is_in_backward, make_dtensor, tangents_of, writes_gradient
 from fsdp_passes.context import ensure_reduce_group
+from fsdp_passes.copies import forget_copies
 from fsdp_passes.eager_backward import gradient_sinks, queue_end_of_backward, watch_backward
 from fsdp_passes.errors import ForwardModeError, StaleParametersError
 from fsdp_passes.gather_ops import await_left_behind
-from fsdp_passes.gathering import forget_copies, forget_whole_gradients, undo_interrupted
+from fsdp_passes.gathering import forget_whole_gradients, undo_interrupted
 from fsdp_passes.gradients import write_at_home
 from fsdp_passes.mesh import REDUCE_GROUP_SUFFIX
 from fsdp_passes.options import OverlapOptions

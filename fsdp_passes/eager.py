@@ -26,15 +26,14 @@ from fsdp_passes._torch_compat import (
     is_tracing_higher_order_op,
     local_tensor,
     never_compile_alone,
-    outside_transforms,
     storage_address,
     tangents_of,
     tree_leaves,
     tree_map_only,
 )
 from fsdp_passes.context import FsdpContext, Phase
+from fsdp_passes.copies import copy_for_reader, drop_copies, forget_copies
 from fsdp_passes.eager_backward import announce_backward, pre_backward, unit_has_input_gradients, watch_gradient
-from fsdp_passes.errors import MutatedParameterError
 from fsdp_passes.foreign import (
     WHY_FOREIGN_GRAPHS_BREAK,
     is_in_foreign_region,
@@ -43,7 +42,6 @@ from fsdp_passes.foreign import (
 )
 from fsdp_passes.gathering import (
     finish_gather,
-    forget_copies,
     keep_parts,
     release,
     release_kept,
@@ -166,7 +164,7 @@ def _leave_forward(unit: FsdpUnit, output: Any) -> Any:
     if unit.may_run_eagerly:
         unit.may_run_eagerly = False  # all of it was compiled
         if not unit.context.is_in_any_forward():
-            _drop_copies(unit.context)
+            drop_copies(unit.context)
     elif is_in_backward():
         unit.is_recomputed = False
     elif not unit.is_in_method:
@@ -181,7 +179,7 @@ def _copy_of_gathered(tensor: nn.Parameter) -> torch.Tensor:
         return tensor
     if param.unit.is_unsharded:
         return tensor.clone()
-    return _copy(param)
+    return copy_for_reader(param)
 
 
 def _copy_views_of_gathered(context: FsdpContext, output: Any) -> Any:
@@ -221,7 +219,7 @@ def _end_forward(unit: FsdpUnit, output: Any) -> None:
             keep_parts(owner)
             release(owner)
     if not context.is_in_any_forward():
-        _drop_copies(context)
+        drop_copies(context)
     if not context.is_in_forward():
         context.drain_delayed_releases(0)
         context.offloading.await_reads()  # the caller may write the shards now
@@ -257,7 +255,7 @@ def _read_at_rest(param: FsdpParameter) -> torch.Tensor | None:
         _gather_for_forward(unit)
         unit.may_run_eagerly = False  # only now: until then it says that this forward has begun before
     elif not _is_read_by_own_code(unit) and _may_compute(unit.context):
-        return _copy(param)
+        return copy_for_reader(param)
     return param.face() if unit.is_unsharded else None
 
 
@@ -271,48 +269,3 @@ def _is_read_by_own_code(unit: FsdpUnit) -> bool:
     phase = unit.context.phase
     readers = [other for other in unit.context.units if other is unit or unit in other.borrows_from]
     return any(reader.is_recomputed or phase(reader) is not Phase.RESTING for reader in readers)
-
-
-@torch.compiler.disable
-def _copy(param: FsdpParameter) -> torch.Tensor:
-    """What eager code gets of a parameter that is not its unit's own code: between two graphs, or outside of the module
-    (`head.weight` in a chunked loss, a weight that is read ahead of its layer).
-
-    The unit's memory comes and goes with its own forward and backward, and who reads it around these, for how long, is
-    not known. A copy belongs to the reader, and to autograd as long as a backward needs it. All parameters of the unit
-    are copied behind one gather, and the copies serve all reads of a forward.
-    """
-    unit = param.unit
-    context = unit.context
-    if _copied_as(param) not in context.copies:
-        was_whole = unit.is_unsharded
-        if not is_in_backward():
-            for each in unit.params:
-                each.sync_requires_grad()
-        start_gather(unit)
-        if not is_in_backward():
-            start_ahead(unit, None, [], is_backward=False)
-        finish_gather(unit)
-        with outside_transforms():
-            for each in unit.params:
-                watch_gradient(each)
-                context.copies[_copied_as(each)] = each.face().clone()
-        if not was_whole:
-            release(unit)
-        context.offloading.await_reads()  # nobody sees when this forward ends
-    return context.copies[_copied_as(param)]
-
-
-def _copied_as(param: FsdpParameter) -> tuple[FsdpParameter, Any]:
-    """What a copy serves: reads in the same modes of autograd, until the shard is written. A forward that an exception
-    has ended may have left copies."""
-    return param, (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), param.values_version)
-
-
-def _drop_copies(context: FsdpContext) -> None:
-    """The outermost forward has ended."""
-    copies = list(context.copies.items())
-    context.copies.clear()
-    for (param, _), copy in copies:
-        if not copy.is_inference() and copy._version:
-            raise MutatedParameterError(param.qualified_name)

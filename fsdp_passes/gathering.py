@@ -120,14 +120,6 @@ def release_kept(context: FsdpContext) -> None:
     context.drain_delayed_releases(0)
 
 
-@torch.compiler.disable
-def forget_copies(context: FsdpContext) -> None:
-    """At the begin of compiled code, forget the copies of a forward that has ended, as `release_kept` does, and without
-    gradients all of them: autograd keeps none, so that those of layer after layer would add up."""
-    if not torch.is_grad_enabled() or not (context.is_in_any_forward() or is_in_backward()):
-        context.copies.clear()
-
-
 def release(unit: FsdpUnit) -> None:
     """Queue the release of the unit's gathered storage behind everything that was queued on the compute stream."""
     finish_gather(unit)

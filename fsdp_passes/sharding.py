@@ -33,6 +33,7 @@ from fsdp_passes.sharding_plan import (
     match_units,
     parameters_below,
     plan_units,
+    unit_patterns,
 )
 from fsdp_passes.streams import warn_of_one_queue
 from fsdp_passes.unit import FsdpUnit, unit_of
@@ -81,14 +82,14 @@ def fully_shard(
     Raises:
         An error of `fsdp_passes.errors`; the model is then as it was before the call.
     """
-    check_arguments(module, units, mp_policy, ignored_params, offload_policy, dp_mesh_dims)
+    check_arguments(module, mp_policy, ignored_params, offload_policy, dp_mesh_dims)
     debug_flags()  # a wrong one raises here, and not when the first unit is released
     mesh = check_mesh(mesh)
     warn_of_one_queue(mesh.device_type)
     reshard, kept_world_size = check_reshard(reshard_after_forward, mesh)
     mp_policy = mp_policy or MixedPrecisionPolicy()
     ignored = set(ignored_params or ())
-    targets = [*match_units(module, [units] if isinstance(units, str) else units or ()), ("", module)]
+    targets = [*match_units(module, unit_patterns(units)), ("", module)]
     plans = plan_units(targets, mesh, ignored, shard_placement_fn)
     kept_group = shard_subgroup(mesh, kept_world_size) if kept_world_size else None
     home = Home.of(offload_policy, mesh)

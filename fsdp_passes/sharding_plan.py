@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,16 +37,11 @@ from fsdp_passes.unit import unit_of
 REPLACED_BY = "_fsdp_replaced_by"
 
 
-def check_arguments(
-    module: Any, units: Any, mp_policy: Any, ignored_params: Any, offload_policy: Any, dp_mesh_dims: Any
-) -> None:
+def check_arguments(module: Any, mp_policy: Any, ignored_params: Any, offload_policy: Any, dp_mesh_dims: Any) -> None:
     """Raise for arguments of another kind; some of these would be passed over in silence, a name among the ignored
     parameters for instance."""
     if not isinstance(module, nn.Module):
         raise OptionValueError("module", module, "an nn.Module; several become units of one call through units=[...]")
-    for pattern in [units] if not isinstance(units, Sequence | None) else units or ():
-        if not isinstance(pattern, str):
-            raise OptionValueError("units", pattern, "a pattern of module paths, or several")
     if not isinstance(mp_policy, MixedPrecisionPolicy | None):
         raise OptionValueError("mp_policy", mp_policy, "torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=...)")
     for param in ignored_params or ():
@@ -90,6 +85,15 @@ def check_reshard(reshard_after_forward: Any, mesh: DeviceMesh) -> tuple[bool | 
     if reshard_after_forward == 1:
         return False, 0  # each rank keeps all of it
     return True, reshard_after_forward % size
+
+
+def unit_patterns(units: Any) -> list[str]:
+    """The argument `units` of `fully_shard` as a list."""
+    patterns = list(units or ()) if isinstance(units, Iterable | None) and not isinstance(units, str) else [units]
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise OptionValueError("units", pattern, "a pattern of module paths, or several")
+    return patterns
 
 
 def match_units(module: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:

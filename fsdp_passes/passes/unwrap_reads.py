@@ -9,9 +9,9 @@ from fsdp_passes._torch_compat import where_autograd_is_off
 
 def unwrap_reads(gm: fx.GraphModule) -> int:
     """Take away the views in whose guise traced code reads parameters (see `FsdpParameter.traced_face`), also in the
-    bodies of operators that take code. Those that the graph returns stay: their values are the gathered ones, and their
-    gradient comes back. Where one was read in a `no_grad`, it moves ahead of that: the parameter itself would have a
-    gradient there too.
+    bodies of operators that take code, which are changed in place. Those that the graph returns stay: their values are
+    the gathered ones, and their gradient comes back. Where one was read in a `no_grad`, it moves ahead of that: the
+    parameter itself would have a gradient there too.
 
     Requires: a graph straight from Dynamo. Does nothing in a second run.
     Returns: number of views that are gone.

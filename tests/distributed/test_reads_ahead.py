@@ -1,4 +1,4 @@
-"""The fallback, where a root reads a weight of a unit ahead of that unit's forward and uses it behind it."""
+"""Weights that eager code reads outside of their unit: ahead of its forward, around it, behind a graph break."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def two_forwards_and_two_backwards(way: str) -> None:
 
 
 def writes_between_forwards() -> None:
-    """What a forward left whole, since no backward came, is gathered anew: a write through `.data` is seen."""
+    """What a forward has read, and no backward followed, is gathered anew: a write through `.data` is seen."""
     model, reference = build(ReadsAhead)
     fully_shard(model, units=["first", "second"])
     ((x,),) = float_batches(1, 8, 12)
