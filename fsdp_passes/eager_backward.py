@@ -23,7 +23,7 @@ from fsdp_passes.unit import FsdpUnit
 def pre_backward(unit: FsdpUnit) -> None:
     context = unit.context
     queue_end_of_backward(context)
-    if context.phase(unit) is Phase.BACKWARD:
+    if context.phase(unit) is not Phase.RESTING:  # its backward has begun, or its own forward has called this backward
         return
     context.enter(unit, Phase.BACKWARD)
     unit.ready_grads.clear()
@@ -134,6 +134,8 @@ def unit_has_input_gradients(unit: FsdpUnit) -> None:
 
 
 def _release_behind_backward(unit: FsdpUnit) -> None:
+    if unit.context.phase(unit) is Phase.FORWARD or unit.is_borrowed_in(Phase.FORWARD):
+        return  # a forward that has called this backward goes on reading it
     drop_parts(unit)
     if unit.reshards_after_backward:
         release(unit)
@@ -143,6 +145,8 @@ def _release_behind_backward(unit: FsdpUnit) -> None:
 
 def _finish_backward(unit: FsdpUnit) -> None:
     context = unit.context
+    if context.phase(unit) is Phase.FORWARD:
+        return
     context.finished_backward.append(unit)
     context.enter(unit, Phase.RESTING)
     # A unit around or beside this one may still read a weight of it, above all a frozen one, whose last reader makes no
@@ -154,7 +158,7 @@ def _finish_backward(unit: FsdpUnit) -> None:
 
 def _end_backward(context: FsdpContext) -> None:
     """Finish what the hooks could not: units with unused parameters, or with frozen ones and no input that needs a
-    gradient; the last reductions and releases."""
+    gradient; the last reductions and releases. A forward that has called this backward goes on behind it."""
     context.is_backward_callback_queued = False
     context.switch_backward_region(None)
     for unit in context.units:
@@ -165,8 +169,7 @@ def _end_backward(context: FsdpContext) -> None:
         unit.is_recomputed = False
         _release_behind_backward(unit)
     drop_started(context)
-    context.phases.clear()
-    context.copies.clear()
+    context.phases = {unit: phase for unit, phase in context.phases.items() if phase is Phase.FORWARD}
     context.finished_backward.clear()
     context.drain_delayed_reductions(0)
     if context.is_last_backward:
@@ -176,6 +179,8 @@ def _end_backward(context: FsdpContext) -> None:
     # First the reads: a gradient that lands calls hooks, and one of them may step an optimizer, which writes shards.
     context.offloading.await_reads()
     context.offloading.end_backward(is_last=context.is_last_backward)
+    if not context.is_in_any_forward():
+        context.copies.drop()
 
 
 def _reduce_what_waits_for_replicas(context: FsdpContext) -> None:
