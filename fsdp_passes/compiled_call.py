@@ -56,6 +56,7 @@ class HandOut(torch.autograd.Function):
         return tuple([tensor.detach() for tensor in taken])
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         for param, now, version in zip(ctx.params, ctx.sharded, ctx.versions, strict=True):
             if now._version != version:  # the backward has gathered what was written

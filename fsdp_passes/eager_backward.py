@@ -20,6 +20,7 @@ from fsdp_passes.replicas import reduce_partial_gradients
 from fsdp_passes.unit import FsdpUnit
 
 
+@torch.compiler.disable  # a forward that is compiled in parts may call the backward
 def pre_backward(unit: FsdpUnit) -> None:
     context = unit.context
     queue_end_of_backward(context)
@@ -56,6 +57,7 @@ def gradient_sinks(params: Sequence[tuple[FsdpParameter, GradientSink]]) -> list
     return sinks
 
 
+@torch.compiler.disable
 def queue_end_of_backward(context: FsdpContext) -> None:
     """Finish what this backward leaves, when it has ended."""
     if not context.is_backward_callback_queued:
@@ -81,7 +83,7 @@ def watch_gradient(param: FsdpParameter) -> None:
     """Learn when the parameter's gradient is complete. Registered once for each placeholder."""
     if not getattr(param.placeholder, "_fsdp_is_watched", False) and param.placeholder.requires_grad:
         param.placeholder._fsdp_is_watched = True  # type: ignore[attr-defined]
-        param.placeholder.register_post_accumulate_grad_hook(lambda _: _gradient_is_ready(param))
+        param.placeholder.register_post_accumulate_grad_hook(functools.partial(_gradient_is_ready, param))
 
 
 def _watch_partial(param: FsdpParameter) -> None:
@@ -89,17 +91,19 @@ def _watch_partial(param: FsdpParameter) -> None:
     sink = param.partial
     if not getattr(sink, "_fsdp_is_watched", False):
         sink._fsdp_is_watched = True  # type: ignore[attr-defined]
-        sink.register_post_accumulate_grad_hook(lambda _: _partial_is_ready(param))
+        sink.register_post_accumulate_grad_hook(functools.partial(_partial_is_ready, param))
 
 
-def _partial_is_ready(param: FsdpParameter) -> None:
+@torch.compiler.disable
+def _partial_is_ready(param: FsdpParameter, _: torch.Tensor) -> None:
     if param.partial_grad is None:
         return  # autograd came by without a gradient
     param.unit.accumulating_partially.add(param)
     queue_end_of_backward(param.unit.context)
 
 
-def _gradient_is_ready(param: FsdpParameter) -> None:
+@torch.compiler.disable
+def _gradient_is_ready(param: FsdpParameter, _: torch.Tensor) -> None:
     unit = param.unit
     queue_end_of_backward(unit.context)
     unit.ready_grads.add(param)
@@ -124,6 +128,7 @@ def _with_gradients(unit: FsdpUnit) -> list[FsdpParameter]:
     ]
 
 
+@torch.compiler.disable
 def unit_has_input_gradients(unit: FsdpUnit) -> None:
     """The gradients of the unit's inputs are made; with those of its trainable parameters, its backward is over."""
     unit.has_input_grads = True
@@ -156,6 +161,7 @@ def _finish_backward(unit: FsdpUnit) -> None:
             _release_behind_backward(owner)
 
 
+@torch.compiler.disable
 def _end_backward(context: FsdpContext) -> None:
     """Finish what the hooks could not: units with unused parameters, or with frozen ones and no input that needs a
     gradient; the last reductions and releases. A forward that has called this backward goes on behind it."""
