@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_passes._torch_compat import has_gradient_hooks, is_in_backward, make_dtensor, tangents_of, writes_gradient
 from fsdp_passes.context import ensure_reduce_group
-from fsdp_passes.copies import forget_copies
+from fsdp_passes.copies import check_copies
 from fsdp_passes.eager_backward import gradient_sinks, queue_end_of_backward, watch_backward
 from fsdp_passes.errors import ForwardModeError, StaleParametersError
 from fsdp_passes.gather_ops import await_left_behind
@@ -56,6 +56,7 @@ class HandOut(torch.autograd.Function):
         return tuple([tensor.detach() for tensor in taken])
 
     @staticmethod
+    @torch.compiler.disable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         for param, now, version in zip(ctx.params, ctx.sharded, ctx.versions, strict=True):
             if now._version != version:  # the backward has gathered what was written
@@ -210,7 +211,7 @@ class CompiledCall:
                 ensure_reduce_group(mesh)
         context = params[0].unit.context
         if context.copies:
-            forget_copies(context)
+            check_copies(context)
         if not is_in_backward():
             if context.is_backward_callback_queued:
                 undo_interrupted(context)  # the backward before this call raised

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_passes._torch_compat import group_timeout_s, register_group_alias
 from fsdp_passes.errors import CollectiveError, DeviceError, PhaseError
+from fsdp_passes.kept_copies import KeptCopies
 from fsdp_passes.lookahead import LookAhead
 from fsdp_passes.mesh import REDUCE_GROUP_SUFFIX, replica_group, shard_group
 from fsdp_passes.offload import Offloading
-from fsdp_passes.parameter import FsdpParameter
 from fsdp_passes.regions import pop_region, push_region
 from fsdp_passes.streams import Purpose, Streams
 from fsdp_passes.unit import FsdpUnit
@@ -92,8 +92,7 @@ class FsdpContext:
         delayed_reductions: gradients that wait for a place behind the next all-gather.
         started_reductions: reductions on the wire, oldest first, each with what waits for it and writes the gradients.
         finished_backward: units whose gradients are all reduced in the running backward.
-        copies: what eager code gets of parameters that it reads outside of their unit's own code: one for all reads of
-            a forward or backward (`eager.py` says under which key).
+        copies: what eager code gets of parameters that it reads outside of their unit's own code.
         lookahead: the order of graphs and eager units, and the gathers that were started ahead of graphs.
         offloading: copies of shards and gradients that live on the CPU.
         gathered_addresses: where the memory of each gathered parameter begins, until it is dropped.
@@ -110,7 +109,7 @@ class FsdpContext:
         self.delayed_reductions: collections.deque[DelayedReduction] = collections.deque()
         self.started_reductions: collections.deque[FinishReduction] = collections.deque()
         self.is_backward_callback_queued = False
-        self.copies: dict[tuple[FsdpParameter, Any], torch.Tensor] = {}
+        self.copies = KeptCopies()
         self.finished_backward: list[FsdpUnit] = []
         self.lookahead = LookAhead()
         self.offloading = Offloading()

@@ -3,14 +3,11 @@ around it, or in between graphs."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fsdp_passes._torch_compat import is_in_backward, outside_transforms
 from fsdp_passes.context import FsdpContext
 from fsdp_passes.eager_backward import watch_gradient
-from fsdp_passes.errors import MutatedParameterError
 from fsdp_passes.gathering import finish_gather, release, start_ahead, start_gather
 from fsdp_passes.parameter import FsdpParameter
 
@@ -21,11 +18,12 @@ def copy_for_reader(param: FsdpParameter) -> torch.Tensor:
 
     The unit's memory comes and goes with its own forward and backward, and who reads it around these, for how long, is
     not known. A copy belongs to the reader, and to autograd as long as a backward needs it. All parameters of the unit
-    are copied behind one gather, and the copies serve all reads of a forward.
+    are copied behind one gather, and the copies serve the reads that follow (`KeptCopies` says how long).
     """
     unit = param.unit
     context = unit.context
-    if _copied_as(param) not in context.copies:
+    copy = context.copies.of(param)
+    if copy is None:
         was_whole = unit.is_unsharded
         if not is_in_backward():
             for each in unit.params:
@@ -37,31 +35,29 @@ def copy_for_reader(param: FsdpParameter) -> torch.Tensor:
         with outside_transforms():
             for each in unit.params:
                 watch_gradient(each)
-                context.copies[_copied_as(each)] = each.face().clone()
+            copies = {each: copy_of(each.face()) for each in unit.params}
+        context.copies.keep(unit, copies)
+        copy = copies[param]
         if not was_whole:
             release(unit)
         context.offloading.await_reads()  # nobody sees when this forward ends
-    return context.copies[_copied_as(param)]
+    return copy
 
 
-def _copied_as(param: FsdpParameter) -> tuple[FsdpParameter, Any]:
-    """What a copy serves: reads in the same modes of autograd, until the shard is written. A forward that an exception
-    has ended may have left copies."""
-    return param, (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), param.values_version)
-
-
-def drop_copies(context: FsdpContext) -> None:
-    """The outermost forward has ended. Raises `MutatedParameterError` if its code wrote into a copy."""
-    copies = list(context.copies.items())
-    context.copies.clear()
-    for (param, _), copy in copies:
-        if not copy.is_inference() and copy._version:
-            raise MutatedParameterError(param.qualified_name)
+def copy_of(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of a whole parameter through which the gradient flows, wherever it is made: who reads a parameter under
+    `no_grad`, or in `inference_mode`, and computes with it outside of that, expects its gradient."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return weight.clone()
 
 
 @torch.compiler.disable
-def forget_copies(context: FsdpContext) -> None:
-    """At the begin of compiled code, forget the copies of a forward that has ended, as `release_kept` does, and without
-    gradients all of them: autograd keeps none, so that those of layer after layer would add up."""
-    if not torch.is_grad_enabled() or not (context.is_in_any_forward() or is_in_backward()):
-        context.copies.clear()
+def check_copies(context: FsdpContext) -> None:
+    """At the begin of compiled code, forget the copies of a forward that has ended, as `release_kept` does.
+
+    Raises `MutatedParameterError` if somebody has written into a copy: the graph computes with the shards.
+    """
+    if context.is_in_any_forward() or is_in_backward():
+        context.copies.check_unwritten()
+    else:
+        context.copies.drop()

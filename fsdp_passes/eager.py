@@ -32,7 +32,7 @@ from fsdp_passes._torch_compat import (
     tree_map_only,
 )
 from fsdp_passes.context import FsdpContext, Phase
-from fsdp_passes.copies import copy_for_reader, drop_copies, forget_copies
+from fsdp_passes.copies import check_copies, copy_for_reader, copy_of
 from fsdp_passes.eager_backward import announce_backward, pre_backward, unit_has_input_gradients, watch_gradient
 from fsdp_passes.foreign import (
     WHY_FOREIGN_GRAPHS_BREAK,
@@ -80,7 +80,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             unit.is_in_compiled_forward = True  # the compiler replays this at a graph break, before eager code runs
     elif is_in_compiled_region() and not is_in_foreign_region():
         if unit.context.copies:
-            forget_copies(unit.context)
+            check_copies(unit.context)
         unit.may_run_eagerly = True
     elif not unit.is_in_method:
         if is_in_compiled_region():
@@ -164,7 +164,7 @@ def _leave_forward(unit: FsdpUnit, output: Any) -> Any:
     if unit.may_run_eagerly:
         unit.may_run_eagerly = False  # all of it was compiled
         if not unit.context.is_in_any_forward():
-            drop_copies(unit.context)
+            unit.context.copies.drop()
     elif is_in_backward():
         unit.is_recomputed = False
     elif not unit.is_in_method:
@@ -177,9 +177,7 @@ def _copy_of_gathered(tensor: nn.Parameter) -> torch.Tensor:
     param = fsdp_parameter_of(tensor)
     if param is None:
         return tensor
-    if param.unit.is_unsharded:
-        return tensor.clone()
-    return copy_for_reader(param)
+    return copy_of(tensor) if param.unit.is_unsharded else copy_for_reader(param)
 
 
 def _copy_views_of_gathered(context: FsdpContext, output: Any) -> Any:
@@ -202,6 +200,8 @@ def _end_forward(unit: FsdpUnit, output: Any) -> None:
     if output is None and sys.exc_info()[0] is not None:  # the forward raised; torch calls the hook all the same
         if unit.is_root:
             undo_interrupted(context)
+        else:
+            context.phases.pop(unit, None)  # code around it may catch what was raised, and go on
         return
     pop_region()
     context.enter(unit, Phase.RESTING)
@@ -218,11 +218,11 @@ def _end_forward(unit: FsdpUnit, output: Any) -> None:
         if owner.reshards_after_forward or not torch.is_grad_enabled():
             keep_parts(owner)
             release(owner)
-    if not context.is_in_any_forward():
-        drop_copies(context)
     if not context.is_in_forward():
         context.drain_delayed_releases(0)
         context.offloading.await_reads()  # the caller may write the shards now
+    if not context.is_in_any_forward():
+        context.copies.drop()
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -20,10 +20,11 @@ from fsdp_passes.replicas import reduce_partial_gradients
 from fsdp_passes.unit import FsdpUnit
 
 
+@torch.compiler.disable  # a forward that is compiled in parts may call the backward
 def pre_backward(unit: FsdpUnit) -> None:
     context = unit.context
     queue_end_of_backward(context)
-    if context.phase(unit) is Phase.BACKWARD:
+    if context.phase(unit) is not Phase.RESTING:  # its backward has begun, or its own forward has called this backward
         return
     context.enter(unit, Phase.BACKWARD)
     unit.ready_grads.clear()
@@ -56,6 +57,7 @@ def gradient_sinks(params: Sequence[tuple[FsdpParameter, GradientSink]]) -> list
     return sinks
 
 
+@torch.compiler.disable
 def queue_end_of_backward(context: FsdpContext) -> None:
     """Finish what this backward leaves, when it has ended."""
     if not context.is_backward_callback_queued:
@@ -81,7 +83,7 @@ def watch_gradient(param: FsdpParameter) -> None:
     """Learn when the parameter's gradient is complete. Registered once for each placeholder."""
     if not getattr(param.placeholder, "_fsdp_is_watched", False) and param.placeholder.requires_grad:
         param.placeholder._fsdp_is_watched = True  # type: ignore[attr-defined]
-        param.placeholder.register_post_accumulate_grad_hook(lambda _: _gradient_is_ready(param))
+        param.placeholder.register_post_accumulate_grad_hook(functools.partial(_gradient_is_ready, param))
 
 
 def _watch_partial(param: FsdpParameter) -> None:
@@ -89,17 +91,19 @@ def _watch_partial(param: FsdpParameter) -> None:
     sink = param.partial
     if not getattr(sink, "_fsdp_is_watched", False):
         sink._fsdp_is_watched = True  # type: ignore[attr-defined]
-        sink.register_post_accumulate_grad_hook(lambda _: _partial_is_ready(param))
+        sink.register_post_accumulate_grad_hook(functools.partial(_partial_is_ready, param))
 
 
-def _partial_is_ready(param: FsdpParameter) -> None:
+@torch.compiler.disable
+def _partial_is_ready(param: FsdpParameter, _: torch.Tensor) -> None:
     if param.partial_grad is None:
         return  # autograd came by without a gradient
     param.unit.accumulating_partially.add(param)
     queue_end_of_backward(param.unit.context)
 
 
-def _gradient_is_ready(param: FsdpParameter) -> None:
+@torch.compiler.disable
+def _gradient_is_ready(param: FsdpParameter, _: torch.Tensor) -> None:
     unit = param.unit
     queue_end_of_backward(unit.context)
     unit.ready_grads.add(param)
@@ -124,6 +128,7 @@ def _with_gradients(unit: FsdpUnit) -> list[FsdpParameter]:
     ]
 
 
+@torch.compiler.disable
 def unit_has_input_gradients(unit: FsdpUnit) -> None:
     """The gradients of the unit's inputs are made; with those of its trainable parameters, its backward is over."""
     unit.has_input_grads = True
@@ -134,6 +139,8 @@ def unit_has_input_gradients(unit: FsdpUnit) -> None:
 
 
 def _release_behind_backward(unit: FsdpUnit) -> None:
+    if unit.context.phase(unit) is Phase.FORWARD or unit.is_borrowed_in(Phase.FORWARD):
+        return  # a forward that has called this backward goes on reading it
     drop_parts(unit)
     if unit.reshards_after_backward:
         release(unit)
@@ -143,6 +150,8 @@ def _release_behind_backward(unit: FsdpUnit) -> None:
 
 def _finish_backward(unit: FsdpUnit) -> None:
     context = unit.context
+    if context.phase(unit) is Phase.FORWARD:
+        return
     context.finished_backward.append(unit)
     context.enter(unit, Phase.RESTING)
     # A unit around or beside this one may still read a weight of it, above all a frozen one, whose last reader makes no
@@ -152,9 +161,10 @@ def _finish_backward(unit: FsdpUnit) -> None:
             _release_behind_backward(owner)
 
 
+@torch.compiler.disable
 def _end_backward(context: FsdpContext) -> None:
     """Finish what the hooks could not: units with unused parameters, or with frozen ones and no input that needs a
-    gradient; the last reductions and releases."""
+    gradient; the last reductions and releases. A forward that has called this backward goes on behind it."""
     context.is_backward_callback_queued = False
     context.switch_backward_region(None)
     for unit in context.units:
@@ -165,8 +175,7 @@ def _end_backward(context: FsdpContext) -> None:
         unit.is_recomputed = False
         _release_behind_backward(unit)
     drop_started(context)
-    context.phases.clear()
-    context.copies.clear()
+    context.phases = {unit: phase for unit, phase in context.phases.items() if phase is Phase.FORWARD}
     context.finished_backward.clear()
     context.drain_delayed_reductions(0)
     if context.is_last_backward:
@@ -176,6 +185,8 @@ def _end_backward(context: FsdpContext) -> None:
     # First the reads: a gradient that lands calls hooks, and one of them may step an optimizer, which writes shards.
     context.offloading.await_reads()
     context.offloading.end_backward(is_last=context.is_last_backward)
+    if not context.is_in_any_forward():
+        context.copies.drop()
 
 
 def _reduce_what_waits_for_replicas(context: FsdpContext) -> None:

@@ -113,13 +113,14 @@ def finish_gather(unit: FsdpUnit) -> None:
 def release_kept(context: FsdpContext) -> None:
     """Before a new forward, release what an earlier one kept gathered and no backward released.
 
-    Somebody may have written the parameters since, also through `.data`, which no version counter sees.
+    Somebody may have written the parameters since, also through `.data`, which no version counter sees. Raises
+    `MutatedParameterError` if somebody has written into a copy.
     """
-    context.copies.clear()
     for unit in context.units:
         if not unit.is_held and not unit.is_kept:
             release(unit)
     context.drain_delayed_releases(0)
+    context.copies.drop()
 
 
 def release(unit: FsdpUnit) -> None:

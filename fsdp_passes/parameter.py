@@ -146,7 +146,10 @@ class FsdpParameter:
 
     def face(self) -> torch.Tensor:
         """What the module's code reads while the parameter is whole."""
-        return self.placeholder if self.tensor_parallel is None else self.tensor_parallel.wrap(self.placeholder)
+        if self.tensor_parallel is None:
+            return self.placeholder
+        with torch.enable_grad():  # who reads it under `no_grad` may compute with it outside of that
+            return self.tensor_parallel.wrap(self.placeholder)
 
     def traced_face(self) -> torch.Tensor:
         """What the module's code reads while it is traced: a view, made in the graph (see `passes/unwrap_reads.py`).
