@@ -185,7 +185,8 @@ def _made_last(output: Any) -> Any:
         return tuple([_made_last(each) if isinstance(each, torch.Tensor) else each for each in output])
     if type(output) is not torch.Tensor or output.grad_fn is None or inside_transforms(output)[1:]:
         return output
-    return output.view_as(output)
+    with torch.enable_grad():  # off where the model has enabled gradients itself
+        return output.view_as(output)
 
 
 def _copy_of_gathered(tensor: nn.Parameter) -> torch.Tensor:
