@@ -96,6 +96,7 @@ class FsdpContext:
         lookahead: the order of graphs and eager units, and the gathers that were started ahead of graphs.
         offloading: copies of shards and gradients that live on the CPU.
         gathered_addresses: where the memory of each gathered parameter begins, until it is dropped.
+        makes_graph: whether the running backward can be differentiated (`create_graph=True`).
         is_last_backward: whether a backward ends with a wait for its reductions; else the next one waits for them.
         is_grad_enabled: whether gradients were enabled where the running compiled graph was called.
     """
@@ -108,7 +109,7 @@ class FsdpContext:
         self.delayed_releases: collections.deque[DelayedRelease] = collections.deque()
         self.delayed_reductions: collections.deque[DelayedReduction] = collections.deque()
         self.started_reductions: collections.deque[FinishReduction] = collections.deque()
-        self.is_backward_callback_queued = False
+        self.is_backward_callback_queued = self.makes_graph = False
         self.copies = KeptCopies()
         self.finished_backward: list[FsdpUnit] = []
         self.lookahead = LookAhead()

@@ -159,6 +159,8 @@ def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 @torch.compiler.disable(reason=WHY_FOREIGN_GRAPHS_BREAK)  # type: ignore[untyped-decorator]
 def _leave_forward(unit: FsdpUnit, output: Any) -> Any:
+    if not (unit.may_run_eagerly or unit.is_in_method or is_in_backward()):
+        output = _made_last(output)
     output = tree_map_only(nn.Parameter, _copy_of_gathered, output)
     output = _copy_views_of_gathered(unit.context, output)
     if unit.may_run_eagerly:
@@ -170,6 +172,21 @@ def _leave_forward(unit: FsdpUnit, output: Any) -> Any:
     elif not unit.is_in_method:
         _end_forward(unit, output)
     return output
+
+
+def _made_last(output: Any) -> Any:
+    """`output` as a view, or a tuple with such views, whose nodes of autograd are the newest of the unit.
+
+    Autograd runs newer nodes first. What a forward computes from a weight behind its output, and leaves in an attribute
+    (an auxiliary loss), would else come ahead of the hook that announces the backward, and read the weight while its
+    gather, which an earlier unit has started, still writes it.
+    """
+    if type(output) is tuple:
+        return tuple([_made_last(each) if isinstance(each, torch.Tensor) else each for each in output])
+    if type(output) is not torch.Tensor or output.grad_fn is None or inside_transforms(output)[1:]:
+        return output
+    with torch.enable_grad():  # off where the model has enabled gradients itself
+        return output.view_as(output)
 
 
 def _copy_of_gathered(tensor: nn.Parameter) -> torch.Tensor:

@@ -62,6 +62,7 @@ def queue_end_of_backward(context: FsdpContext) -> None:
     """Finish what this backward leaves, when it has ended."""
     if not context.is_backward_callback_queued:
         context.is_backward_callback_queued = True
+        context.makes_graph = torch.is_grad_enabled()
         call_after_backward(functools.partial(_end_backward, context))
 
 
@@ -141,6 +142,8 @@ def unit_has_input_gradients(unit: FsdpUnit) -> None:
 def _release_behind_backward(unit: FsdpUnit) -> None:
     if unit.context.phase(unit) is Phase.FORWARD or unit.is_borrowed_in(Phase.FORWARD):
         return  # a forward that has called this backward goes on reading it
+    if unit.context.makes_graph:
+        return  # a backward through this one reads it, and nothing announces it there
     drop_parts(unit)
     if unit.reshards_after_backward:
         release(unit)

@@ -116,6 +116,16 @@ class OnlyUnits(AuxiliaryLoss):
         return x
 
 
+class Penalty(Body):
+    """On the gradient of an input, whose backward goes through that of the units a second time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        y = self.last(self.body(x)).square()
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.mean() + grad.square().mean()
+
+
 MODELS: dict[str, Any] = {
     "gradient of an input": GradOfInput,
     "gradient of an input by a unit": lambda: Body(Force()),
@@ -193,6 +203,30 @@ def caught() -> None:
     assert unit.context.phases == {}
 
 
+def second_backwards(is_frozen: bool) -> None:
+    """Of a gradient penalty, in the forward or by who calls the model."""
+    for is_inside in (False, True):
+        model, reference = build(Penalty if is_inside else Body)
+        for module in (model, reference):
+            module.layers[1].requires_grad_(not is_frozen)
+        _shard(model, fully_shard)
+
+        def call_of(model: nn.Module, is_inside: bool = is_inside) -> Any:
+            def call(x: Tensor) -> Tensor:
+                x = x.clone().requires_grad_()
+                loss = model(x)
+                (grad,) = torch.autograd.grad(loss * len(x), x, create_graph=True)
+                return loss + grad.square().mean()  # type: ignore[no-any-return]
+
+            return model if is_inside else call
+
+        batches = float_batches(3, 8, DIM)
+        found = train(model, batches, sharded=True, call=call_of(model))
+        assert_same(found, train(reference, batches, sharded=False, call=call_of(reference)))
+        units = [unit for unit in map(unit_of, model.modules()) if unit is not None]
+        assert [unit.display_name for unit in units if unit.is_unsharded] == []
+
+
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -211,6 +245,11 @@ def test_a_compiled_model_that_runs_a_backward_trains_as_unsharded(two_ranks: Ra
 @pytest.mark.parametrize("name", MODELS)
 def test_it_does_so_where_units_stay_gathered_behind_the_forward(two_ranks: RankPool, name: str) -> None:
     two_ranks.run(f"{HERE}:trains", way="fallback", name=name, reshard_after_forward=False)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_backward_through_a_backward_trains_as_unsharded(two_ranks: RankPool, is_frozen: bool) -> None:
+    two_ranks.run(f"{HERE}:second_backwards", is_frozen=is_frozen)
 
 
 def test_a_unit_whose_error_was_caught_is_released(two_ranks: RankPool) -> None:

@@ -289,6 +289,42 @@ def tensor_parallel_outputs(kind: str) -> None:
                 torch.testing.assert_close(whole(param.grad), other[1].grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
+AUXILIARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "elementwise": lambda x, w: w.square().mean(),
+    "product": lambda x, w: (w @ w.t()).mean(),
+    "of the input": lambda x, w: torch.tanh(x @ w).mean(),
+}
+
+
+class Auxiliary(nn.Module):
+    """Each layer leaves a loss of its weight in an attribute, computed behind its output, alone or in a tuple."""
+
+    class Layer(nn.Linear):
+        def __init__(self, compute: Callable[[Tensor, Tensor], Tensor], is_tuple: bool) -> None:
+            super().__init__(DIM, DIM)
+            self.compute, self.is_tuple, self.loss = compute, is_tuple, torch.zeros(())
+
+        def forward(self, x: Tensor) -> Any:
+            output = super().forward(x)
+            self.loss = self.compute(x, self.weight)
+            return (output, None) if self.is_tuple else output
+
+    def __init__(self, compute: Callable[[Tensor, Tensor], Tensor], is_tuple: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer(compute, is_tuple) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x = torch.tanh(x[0] if isinstance(x, tuple) else x)
+        return x.square().mean() + sum(layer.loss for layer in self.layers)
+
+
+def auxiliary_losses(is_tuple: bool) -> None:
+    for compute in AUXILIARY.values():
+        _trains(lambda c=compute: Auxiliary(c, is_tuple), ["layers.*"], "fallback")  # type: ignore[misc]
+
+
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -324,3 +360,8 @@ def test_a_checkpointed_unit_returns_a_view_of_its_weight(two_ranks: RankPool, u
 @pytest.mark.parametrize("kind", ["asynchronous", "sharded", "dtensor", "view"])
 def test_outputs_of_tensor_parallel_units_are_handed_on(two_ranks: RankPool, kind: str) -> None:
     two_ranks.run(f"{HERE}:tensor_parallel_outputs", kind=kind)
+
+
+@pytest.mark.parametrize("is_tuple", [False, True])
+def test_an_auxiliary_loss_behind_a_units_output_reads_the_whole_weight(two_ranks: RankPool, is_tuple: bool) -> None:
+    two_ranks.run(f"{HERE}:auxiliary_losses", is_tuple=is_tuple)

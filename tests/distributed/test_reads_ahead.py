@@ -292,7 +292,8 @@ def test_a_weight_that_eager_code_reads_stays_whole_through_a_forward_without_gr
 
 
 def test_copies_do_not_add_up_from_layer_to_layer_where_autograd_keeps_none(two_ranks: RankPool) -> None:
-    assert two_ranks.run(f"{HERE}:copies_without_gradients") == [[1, 2, 2, 2]] * 2
+    for num_units in two_ranks.run(f"{HERE}:copies_without_gradients"):
+        assert [1 <= num <= 2 for num in num_units] == [True] * 4, num_units
 
 
 @pytest.mark.parametrize("way", ["fallback", "aot_eager"])
