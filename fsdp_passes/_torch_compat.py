@@ -75,6 +75,7 @@ __all__ = [
     "inductor_mode_options",
     "inductor_schedulers_off",
     "init_fake_process_group",
+    "inputs_of_caller",
     "inside_transforms",
     "is_backward_graph",
     "is_deterministic",
@@ -376,6 +377,15 @@ def set_dynamo_source(node: fx.Node) -> None:
 def is_backward_graph(graph: fx.Graph) -> bool:
     """Whether AOTAutograd's partitioner made this graph as a backward: its gradients come in as `tangents_<n>`."""
     return any("tangents" in str(node.target) for node in graph.find_nodes(op="placeholder"))
+
+
+def inputs_of_caller(graph: fx.Graph) -> set[fx.Node]:
+    """The graph inputs that the traced function was called with. A backward's others are what the forward saved for it
+    alone, whose memory Inductor may use again behind the last step that takes it."""
+    inputs = graph.find_nodes(op="placeholder")
+    if not is_backward_graph(graph):
+        return set(inputs)
+    return {node for node in inputs if str(node.target).startswith("primals")}
 
 
 def backwards_at_once() -> contextlib.AbstractContextManager[Any]:

@@ -1,7 +1,7 @@
 """The order of the passes, and the runner: only this file knows both.
 
-The runner lints after each pass that changed something, recompiles at the end, times each pass, keeps the graph's text
-when somebody records, and verifies.
+The runner lints after each pass that changed something, times each pass, keeps the graph's text when somebody records,
+and verifies. Who calls it recompiles the module, as Inductor does at the end of its post-grad passes.
 """
 
 from __future__ import annotations
@@ -243,7 +243,6 @@ class LowerAndSchedule(CustomGraphPass):
             result.report = verify_schedule(result.events, prefetch=options.prefetch, where=where)
         if graph.owning_module is not None:
             graph.owning_module.meta[RECORD_META] = (self.record, result)
-            graph.owning_module.recompile()
 
 
 class SchedulerPassWithSources(SchedulerPass):  # type: ignore[misc]

@@ -305,7 +305,7 @@ def _await_collective(
 ) -> None:
     """Wait for the collective that `results` are all results of; from here on they may be read.
 
-    `sent`: what it reads. A compiler keeps that memory until here because it is an argument.
+    `sent`: what it reads of what the graph made. A compiler keeps that memory until here because it is an argument.
     `label`: the unit's, to name it when the wait fails or lasts; None: nobody watches.
     """
     # One result stands for all that have one work: those of our own starts. PyTorch's all-reduce has one for each.

@@ -12,9 +12,9 @@ from fsdp_passes._torch_compat import FakeTensorMode, detect_fake_mode
 from fsdp_passes.gather_ops import ALL_GATHER_AHEAD_OP, ALL_GATHER_OP
 from fsdp_passes.home_ops import SEND_HOME
 from fsdp_passes.mesh import REDUCE_GROUP_SUFFIX
-from fsdp_passes.ops import PINNED_HOME
+from fsdp_passes.ops import PINNED_HOME, c10d
 from fsdp_passes.reduce_ops import REDUCE_SCATTER_OP
-from fsdp_passes.schedule import BUCKET_META, FINISH, ROLE_META, Bucket
+from fsdp_passes.schedule import BUCKET_META, FINISH, ROLE_META, WAIT, Bucket
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -33,10 +33,33 @@ class BucketBuilder:
 
     def call(self, role: str, target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
         """Insert `target(*args)` at the graph's current insertion point."""
-        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         values = fx.map_arg((args, kwargs), lambda arg: arg.meta["val"])
         with self.fake_mode:
-            node.meta["val"] = target(*values[0], **values[1])
+            value = target(*values[0], **values[1])
+        return self._insert(role, value, target, args, kwargs, name)
+
+    def results(self, start: fx.Node, num_results: int) -> list[fx.Node]:
+        """Each result of `start`, behind its own wait. Their values are known: computing them once more would take half
+        of the time of all bucketing."""
+        values = start.meta["val"]
+        items = [self._insert(WAIT, values[i], operator.getitem, (start, i)) for i in range(num_results)]
+        return [self.wait(item) for item in items]
+
+    def wait(self, result: fx.Node) -> fx.Node:
+        """`result` behind its wait."""
+        return self._insert(WAIT, result.meta["val"], c10d.wait_tensor.default, (result,))
+
+    def _insert(
+        self,
+        role: str,
+        value: Any,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        name: str | None = None,
+    ) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        node.meta["val"] = value
         for key in ("stack_trace", "nn_module_stack", "seq_nr", "from_node", "partitioner_tag"):
             if key in self.source.meta:
                 node.meta[key] = self.source.meta[key]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fsdp_passes._torch_compat import inputs_of_caller
 from fsdp_passes.passes._graph import group_of_start
 from fsdp_passes.schedule import ALL_REDUCE, BUCKET_META, FINISH, ROLE_META, WAIT, Bucket, bucket_of, is_wait
 from fsdp_passes.watchdog import AWAIT_COLLECTIVE
@@ -18,11 +19,12 @@ def await_collectives(graph: fx.Graph, *, labels: dict[int, fx.Node], holds_sent
     """Replace the waits of each bucket by one `await_collective`.
 
     Before:  w0 = wait(ag[0]) ; w1 = wait(ag[1]) ; mm(x, w0)
-    After:   r0 = ag[0] ; r1 = ag[1] ; await_collective([r0, r1], shards, label, "all_gather", group) ; mm(x, r0)
+    After:   r0 = ag[0] ; r1 = ag[1] ; await_collective([r0, r1], [], label, "all_gather", group) ; mm(x, r0)
 
     With a wait for each result a compiler has twice the nodes for every parameter, and gloo copies the results of the
-    whole collective in each wait of a reduction. What was sent is an argument too: its memory is in use until here.
-    An all-reduce is in place, so that its results are what it sends.
+    whole collective in each wait of a reduction. What was sent is an argument too where the graph made it: its memory
+    is in use until here. That of the caller's tensors, which are the shards of most gathers, stays without that, and
+    each argument less is less for Inductor to do. An all-reduce is in place, so that its results are what it sends.
 
     `labels`: unit index -> the graph input that holds the unit's name, for errors. Units without are not watched.
     `holds_sent`: False where nobody gives memory away that a collective reads: outside of Inductor.
@@ -38,24 +40,25 @@ def await_collectives(graph: fx.Graph, *, labels: dict[int, fx.Node], holds_sent
             starts[bucket] = node
         elif bucket is not None and is_wait(node) and node.target is not AWAIT_COLLECTIVE:
             waits.setdefault(bucket, []).append(node)
+    stays = inputs_of_caller(graph)
     for bucket, nodes in waits.items():
-        _merge(graph, bucket, starts[bucket], nodes, labels.get(bucket.unit), holds_sent)
+        start = starts[bucket]
+        sent = start.args[0] if isinstance(start.args[0], list | tuple) else [start.args[0]]
+        held = [node for node in sent if node not in stays] if holds_sent and bucket.kind != ALL_REDUCE else []
+        _merge(graph, bucket, start, nodes, labels.get(bucket.unit), held)
     return len(waits)
 
 
 def _merge(
-    graph: fx.Graph, bucket: Bucket, start: fx.Node, waits: list[fx.Node], label: fx.Node | None, holds_sent: bool
+    graph: fx.Graph, bucket: Bucket, start: fx.Node, waits: list[fx.Node], label: fx.Node | None, held: list[Any]
 ) -> None:
     results: list[Any] = [wait.args[0] for wait in waits]
     for result in results:
         if result is not start:
             waits[0].prepend(result)  # it may stand between the waits
     assert results[0] is start or results[0].args[1] == 0, f"{start.name}: its work is registered for its first result"
-    sent: Any = start.args[0] if isinstance(start.args[0], list | tuple) else [start.args[0]]
-    if bucket.kind == ALL_REDUCE or not holds_sent:
-        sent = []
     with graph.inserting_before(waits[0]):
-        arguments = (results, list(sent), label, bucket.kind, group_of_start(start))
+        arguments = (results, held, label, bucket.kind, group_of_start(start))
         node = graph.call_function(AWAIT_COLLECTIVE, arguments)
     node.meta.update({"val": None, BUCKET_META: bucket, ROLE_META: WAIT})
     if "custom" in waits[0].meta:

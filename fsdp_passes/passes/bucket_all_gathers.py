@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import fx
 
 from fsdp_passes.arguments import Unshard
 from fsdp_passes.gather_ops import ALL_GATHER_OP
-from fsdp_passes.ops import UNSHARD, c10d
+from fsdp_passes.ops import UNSHARD
 from fsdp_passes.passes._graph import BucketBuilder, aten
 from fsdp_passes.passes._parts import Part, sharded_shape, split_units
-from fsdp_passes.schedule import ALL_GATHER, FINISH, START, WAIT, Bucket, ShardedShape
+from fsdp_passes.schedule import ALL_GATHER, FINISH, START, Bucket, ShardedShape
 
 
 def bucket_all_gathers(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
@@ -90,15 +88,14 @@ def _gather_coalesced(
     builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dtype, group_name: str
 ) -> list[fx.Node]:
     start = _start(builder, nodes, dtype, group_name, packed=False)
-    items = [builder.call(WAIT, operator.getitem, start, i) for i in range(len(nodes))]
-    waits = [builder.call(WAIT, c10d.wait_tensor.default, item) for item in items]
+    waits = builder.results(start, len(nodes))
     return [_whole(builder, wait, node) for wait, node in zip(waits, nodes, strict=True)]
 
 
 def _gather_packed(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dtype, group_name: str) -> list[fx.Node]:
     world_size = Unshard.of(nodes[0]).world_size
     start = _start(builder, nodes, dtype, group_name, packed=True)
-    wait = builder.call(WAIT, c10d.wait_tensor.default, builder.call(WAIT, operator.getitem, start, 0))
+    wait = builder.results(start, 1)[0]
     table = builder.call(FINISH, aten.view.default, wait, [world_size, -1])
     results, offset = [], 0
     for node in nodes:

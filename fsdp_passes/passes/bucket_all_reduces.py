@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import fx
 
@@ -12,7 +10,7 @@ from fsdp_passes.division import GradientDivision, division_over
 from fsdp_passes.ops import REDUCE_REPLICAS, c10d
 from fsdp_passes.passes._graph import BucketBuilder, aten
 from fsdp_passes.passes._parts import Part, bytes_sent_home, gradient_shape, reduced_bytes, reduction_parts
-from fsdp_passes.schedule import ALL_REDUCE, FINISH, PREPARE, START, WAIT, Bucket
+from fsdp_passes.schedule import ALL_REDUCE, FINISH, PREPARE, START, Bucket
 
 
 def bucket_all_reduces(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
@@ -63,8 +61,7 @@ def _reduce_coalesced(builder: BucketBuilder, nodes: list[fx.Node], group_name: 
     grads = [_prepare(builder, node, division) for node in nodes]
     target, name = c10d.all_reduce_coalesced.default, f"all_reduce_{builder.bucket.index}"
     start = builder.call(START, target, grads, division.reduce_op, group_name, name=name)
-    items = [builder.call(WAIT, operator.getitem, start, i) for i in range(len(nodes))]
-    waits = [builder.call(WAIT, c10d.wait_tensor.default, item) for item in items]
+    waits = builder.results(start, len(nodes))
     return [_finish(builder, wait, node, division) for wait, node in zip(waits, nodes, strict=True)]
 
 
@@ -76,7 +73,7 @@ def _reduce_packed(builder: BucketBuilder, nodes: list[fx.Node], group_name: str
     )
     target, name = c10d.all_reduce.default, f"all_reduce_{builder.bucket.index}"
     start = builder.call(START, target, flat, division.reduce_op, group_name, name=name)
-    wait = builder.call(WAIT, c10d.wait_tensor.default, start)
+    wait = builder.wait(start)
     results, offset = [], 0
     for node, grad in zip(nodes, grads, strict=True):
         shape = grad.meta["val"].shape

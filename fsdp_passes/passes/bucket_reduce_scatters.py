@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import fx
 
@@ -13,7 +11,7 @@ from fsdp_passes.ops import c10d
 from fsdp_passes.passes._graph import BucketBuilder, aten
 from fsdp_passes.passes._parts import Part, bytes_sent_home, gradient_shape, reduced_bytes, reduction_parts
 from fsdp_passes.reduce_ops import REDUCE_SCATTER_OP
-from fsdp_passes.schedule import FINISH, PREPARE, REDUCE_SCATTER, START, WAIT, Bucket
+from fsdp_passes.schedule import FINISH, PREPARE, REDUCE_SCATTER, START, Bucket
 
 
 def bucket_reduce_scatters(graph: fx.Graph, *, bucket_mode: str) -> list[Bucket]:
@@ -74,8 +72,7 @@ def _reduce_coalesced(
         group_name,
         name=f"reduce_scatter_{builder.bucket.index}",
     )
-    items = [builder.call(WAIT, operator.getitem, start, i) for i in range(len(nodes))]
-    waits = [builder.call(WAIT, c10d.wait_tensor.default, item) for item in items]
+    waits = builder.results(start, len(nodes))
     return [_finish(builder, wait, node, division) for wait, node in zip(waits, nodes, strict=True)]
 
 
@@ -97,7 +94,7 @@ def _reduce_packed(builder: BucketBuilder, nodes: list[fx.Node], dtype: torch.dt
         group_name,
         name=f"reduce_scatter_{builder.bucket.index}",
     )
-    wait = builder.call(WAIT, c10d.wait_tensor.default, start)
+    wait = builder.wait(start)
     results, offset = [], 0
     for node, shape in zip(nodes, shapes, strict=True):
         rows = shape[0] // world_size

@@ -50,13 +50,13 @@ def test_golden(two_units: fx.Graph) -> None:
 all_gather_0 = all_gather([s0_1, s1_1], l0_1, 8, '0', float32, False)
 getitem: float32[16, 4] = getitem(all_gather_0, 0)
 getitem_1: float32[16, 4] = getitem(all_gather_0, 1)
-await_collective_default = await_collective([getitem, getitem_1], [s0_1, s1_1], l0_1, 'all_gather', '0')
+await_collective_default = await_collective([getitem, getitem_1], [], l0_1, 'all_gather', '0')
 t: float32[4, 16] = aten.t(getitem)
 mm: float32[3, 16] = aten.mm(x_1, t)
 mm_1: float32[3, 4] = aten.mm(mm, getitem_1)
 all_gather_1 = all_gather([s2_1], l1_1, 8, '0', float32, False)
 getitem_2: float32[16, 4] = getitem(all_gather_1, 0)
-await_collective_default_1 = await_collective([getitem_2], [s2_1], None, 'all_gather', '0')
+await_collective_default_1 = await_collective([getitem_2], [], None, 'all_gather', '0')
 t_1: float32[4, 16] = aten.t(getitem_2)
 mm_2: float32[3, 16] = aten.mm(mm_1, t_1)
 return mm_2""",
@@ -78,6 +78,20 @@ def test_a_wait_for_reduced_gradients_takes_what_is_sent_so_that_its_memory_stay
     assert sent == (start.args[0] if bucket_mode == "coalesced" else [start.args[0]])
     assert results == ([start] if bucket_mode == "packed" else list(start.users))
     assert (label, kind, group_name) == (None, "reduce_scatter", "0")
+
+
+@pytest.mark.usefixtures("eight_fake_ranks")
+def test_a_backwards_gather_of_what_the_forward_kept_holds_its_memory_and_one_of_shards_does_not() -> None:
+    """Inductor may use the memory of what was saved for a backward alone again; that of parameters is the caller's."""
+
+    def function(primals_1: Any, kept: Any, tangents_1: Any) -> object:
+        return tangents_1 @ unshard(primals_1, 0).t() @ unshard(kept, 1)
+
+    graph = trace(function, torch.ones(2, 4), torch.ones(2, 4), torch.ones(3, 4)).graph
+    bucket_all_gathers(graph, bucket_mode="coalesced")
+    await_collectives(graph, labels={})
+    sent = [node.args[1] for node in graph.nodes if node.target is AWAIT_COLLECTIVE]
+    assert [[node.target for node in nodes] for nodes in sent] == [[], ["kept_1"]]
 
 
 @pytest.mark.usefixtures("eight_fake_ranks")
