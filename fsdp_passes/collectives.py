@@ -37,7 +37,7 @@ class Transfers(dist.Work):
     def __init__(self) -> None:
         super().__init__()
         self.works: collections.deque[dist.Work] = collections.deque()
-        self.timeout: datetime.timedelta | None = None
+        self.timeout_of_each: datetime.timedelta | None = None  # `timeout` is a property of 2.14's works
         self.finish: Callable[[], None] | None = None
         self.memory: Sequence[Tensor] = ()
 
@@ -46,10 +46,10 @@ class Transfers(dist.Work):
 
         `timeout`: not looked at; each collective has its group's.
         """
-        timeout_of_each = () if self.timeout is None else (self.timeout,)
+        timeouts = () if self.timeout_of_each is None else (self.timeout_of_each,)
         steps: list[Callable[[], object]] = []
         for work in self.works:
-            steps += [functools.partial(work.wait, *timeout_of_each), self.works.popleft]
+            steps += [functools.partial(work.wait, *timeouts), self.works.popleft]
         # In one call of C code, which Ctrl-C does not interrupt: gloo gives the end of a send or a receive to one wait
         # only, and a second one stands still until the timeout.
         collections.deque(map(_CALL, steps), maxlen=0)
@@ -127,7 +127,7 @@ def _exchange(
     """
     other = 1 - group.rank()
     # Sends and receives know only of the timeout that the group was made with, not of one that was set later.
-    transfers.timeout = datetime.timedelta(seconds=group_timeout_s(group))
+    transfers.timeout_of_each = datetime.timedelta(seconds=group_timeout_s(group))
     transfers.memory = [*received, *sent]  # gloo knows their addresses alone
     # gloo sends nothing that the other rank has not asked for: receives start first.
     starts = [functools.partial(group.recv, [as_real(into)], other, _TAG) for into in received if into.numel()]
