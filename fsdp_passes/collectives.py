@@ -8,6 +8,7 @@ between hosts than gloo's rings do where a host has several of them, so there th
 
 from __future__ import annotations
 
+import collections
 import datetime
 import functools
 import operator
@@ -27,6 +28,7 @@ from fsdp_passes._torch_compat import (
 )
 
 _TAG = 0x46534450  # "FSDP": a user's own sends over the group have others
+_CALL = operator.methodcaller("__call__")
 
 
 class Transfers(dist.Work):
@@ -34,8 +36,8 @@ class Transfers(dist.Work):
 
     def __init__(self) -> None:
         super().__init__()
-        self.works: list[dist.Work] = []
-        self.timeout: datetime.timedelta | None = None
+        self.works: collections.deque[dist.Work] = collections.deque()
+        self.timeout_of_each: datetime.timedelta | None = None  # `timeout` is a property of 2.14's works
         self.finish: Callable[[], None] | None = None
         self.memory: Sequence[Tensor] = ()
 
@@ -44,13 +46,13 @@ class Transfers(dist.Work):
 
         `timeout`: not looked at; each collective has its group's.
         """
-        while self.works:
-            work = self.works[0]
-            if self.timeout is None:
-                work.wait()
-            else:
-                work.wait(self.timeout)
-            self.works.pop(0)
+        timeouts = () if self.timeout_of_each is None else (self.timeout_of_each,)
+        steps: list[Callable[[], object]] = []
+        for work in self.works:
+            steps += [functools.partial(work.wait, *timeouts), self.works.popleft]
+        # In one call of C code, which Ctrl-C does not interrupt: gloo gives the end of a send or a receive to one wait
+        # only, and a second one stands still until the timeout.
+        collections.deque(map(_CALL, steps), maxlen=0)
         self.memory = ()
         finish, self.finish = self.finish, None
         if finish is not None:
@@ -125,11 +127,11 @@ def _exchange(
     """
     other = 1 - group.rank()
     # Sends and receives know only of the timeout that the group was made with, not of one that was set later.
-    transfers.timeout = datetime.timedelta(seconds=group_timeout_s(group))
+    transfers.timeout_of_each = datetime.timedelta(seconds=group_timeout_s(group))
     transfers.memory = [*received, *sent]  # gloo knows their addresses alone
     # gloo sends nothing that the other rank has not asked for: receives start first.
     starts = [functools.partial(group.recv, [as_real(into)], other, _TAG) for into in received if into.numel()]
     starts += [functools.partial(group.send, [as_real(value)], other, _TAG) for value in sent if value.numel()]
     # In one call of C code, which Ctrl-C does not interrupt: what was missing of this exchange, the other rank's next
     # one would take.
-    transfers.works.extend(map(operator.methodcaller("__call__"), starts))
+    transfers.works.extend(map(_CALL, starts))

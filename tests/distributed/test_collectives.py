@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
+import signal
+import threading
 import time
 import weakref
 from collections import Counter
@@ -103,6 +106,44 @@ def memory_is_held_until_the_wait() -> list[tuple[bool, bool]]:
 
 def test_memory_that_is_sent_or_written_is_held_until_the_wait(two_ranks: RankPool) -> None:
     assert two_ranks.run(f"{HERE}:memory_is_held_until_the_wait") == [[(True, True), (True, True)]] * 2
+
+
+def interrupted_wait(kind: str) -> tuple[bool, bool]:
+    """Rank 1 comes late, and rank 0 is interrupted while it waits, and waits again."""
+    group = dist.distributed_c10d._get_default_group()
+    ones = [torch.ones(2, 2), torch.ones(4, 2)]
+    dist.barrier()
+    time.sleep(1.0 * group.rank())
+    if kind == "all_gather":
+        outputs, works = [torch.empty(2 * len(one), 2) for one in ones], []
+        for output, one in zip(outputs, ones, strict=True):  # a unit's dtypes are waited for one after another
+            works.append(all_gather([output], [one], group))
+        expected = 1
+    else:
+        outputs = [torch.empty(len(one) // 2, 2) for one in ones]
+        works = [reduce_scatter(outputs, ones, group, average=False)]
+        expected = 2
+    is_interrupted = False
+    if group.rank() == 0:
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        try:
+            works[0].wait()
+        except KeyboardInterrupt:
+            is_interrupted = True
+    for work in works:
+        work.wait()
+    return is_interrupted, all(bool((output == expected).all()) for output in outputs)
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_a_wait_that_was_interrupted_may_be_waited_again(kind: str) -> None:
+    """gloo gives the end of a send to one wait: a second one stood still until the timeout."""
+    pool = RankPool(2, timeout_s=60)  # of its own: with the wait that stood still it is of no use
+    try:
+        assert pool.run(f"{HERE}:interrupted_wait", kind=kind) == [(True, True), (False, True)]
+    finally:
+        pool.close()
 
 
 class Model(nn.Module):
