@@ -52,6 +52,8 @@ from fsdp_passes.gathering import (
 from fsdp_passes.parameter import FsdpParameter, fsdp_parameter_of
 from fsdp_passes.regions import (
     FORWARD_COMPUTE,
+    close_regions_above,
+    num_open_regions,
     pop_region,
     push_region,
     region_name,
@@ -116,6 +118,7 @@ def _gather_for_forward(unit: FsdpUnit) -> None:
         release_kept(context)
         context.begin_forward()
     context.enter(unit, Phase.FORWARD)
+    unit.num_regions_around = num_open_regions()
     if unit not in context.forward_order:
         context.forward_order.append(unit)
     for owner in (unit, *unit.borrows_from):
@@ -217,8 +220,8 @@ def _end_forward(unit: FsdpUnit, output: Any) -> None:
     if output is None and sys.exc_info()[0] is not None:  # the forward raised; torch calls the hook all the same
         if unit.is_root:
             undo_interrupted(context)
-        else:
-            context.phases.pop(unit, None)  # code around it may catch what was raised, and go on
+        elif context.phases.pop(unit, None) is Phase.FORWARD:
+            close_regions_above(unit.num_regions_around)  # code around it may catch what was raised, and go on
         return
     pop_region()
     context.enter(unit, Phase.RESTING)

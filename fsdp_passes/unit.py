@@ -88,6 +88,8 @@ class FsdpUnit:
     borrows_from: list[FsdpUnit] = dataclasses.field(default_factory=list)
     # Whether activation checkpointing runs its forward again, in a backward.
     is_recomputed: bool = False
+    # How many regions of profilers were open where its forward began: one that raises leaves its own open.
+    num_regions_around: int = 0
     # What the methods of `FsdpModule` set. Whether a backward reduces the gradients or only adds them up, whether it
     # reduces them over the replicas too, whether it gathers the parameters, and whether it releases them; what the sum
     # over the ranks is divided by, None for their number.

@@ -10,6 +10,7 @@ import torch.distributed.fsdp as fsdp2
 from torch import Tensor, nn
 
 from fsdp_passes import fully_shard, overlap_fsdp
+from fsdp_passes.regions import num_open_regions
 from fsdp_passes.unit import unit_of
 from tests.distributed.checks import call_of, float_batches
 from tests.ranks import RankPool
@@ -169,6 +170,7 @@ def trains(way: str, name: str, **how: Any) -> None:
     units = [unit for unit in map(unit_of, model.modules()) if unit is not None]
     assert [unit.display_name for unit in units if unit.is_unsharded and unit.reshards_after_backward] == []
     assert units[0].context.phases == {}
+    assert num_open_regions() == 0
 
 
 def caught() -> None:
@@ -201,6 +203,7 @@ def caught() -> None:
     assert unit is not None
     assert not unit.is_unsharded
     assert unit.context.phases == {}
+    assert num_open_regions() == 0
 
 
 def second_backwards(is_frozen: bool) -> None:

@@ -125,12 +125,14 @@ def interrupted_wait(kind: str) -> tuple[bool, bool]:
         expected = 2
     is_interrupted = False
     if group.rank() == 0:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs of the background
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         try:
             works[0].wait()
         except KeyboardInterrupt:
             is_interrupted = True
+        signal.signal(signal.SIGINT, before)
     for work in works:
         work.wait()
     return is_interrupted, all(bool((output == expected).all()) for output in outputs)
