@@ -15,7 +15,6 @@ import torch
 from bench.profile import StepProfile, profile_step
 from bench.statistics import LossMismatch, Summary, check_losses, in_turn, slowest_rank, summarize
 from bench.systems import ComputeAlone, Setting
-from bench.systems_names import COMMUNICATION
 
 if TYPE_CHECKING:
     from bench.worker import Worker
@@ -91,7 +90,7 @@ def build_and_check(
     try:
         system = build(setting)
         losses = []
-        if name not in COMMUNICATION:
+        if name != "communication":
             for _ in range(config.check_steps):
                 loss, lr = system.train_step(batch, lr)
                 losses.append(statistics.fmean(worker.control.all_of(loss.item())))
