@@ -15,7 +15,7 @@ from bench import network, one_gpu
 from bench.bandwidth import split_elements
 from bench.config import Config
 from bench.launch import rank_environment, run_ranks
-from bench.mps import SharedGpuError, nccl_environment
+from bench.mps import SharedGpuError, multi_process_service, nccl_environment
 from bench.profile import analyze, overlap, union
 from bench.report import JsonFile, table
 from bench.statistics import LossMismatch, Summary, check_losses, in_turn, slowest_rank, summarize
@@ -157,6 +157,21 @@ def test_ranks_on_one_gpu_share_its_thread_blocks() -> None:
     assert nccl_environment(4, None)["NCCL_MAX_CTAS"] == "4"
     with pytest.raises(SharedGpuError, match="Expected --nccl to be a library of NCCL"):
         nccl_environment(2, "/nowhere/libnccl.so.2")
+
+
+@pytest.mark.parametrize(("setting", "expected"), [(None, "8"), ("32", "32")])
+def test_a_rank_under_mps_has_the_hardware_queues_of_a_process_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str | None, expected: str
+) -> None:
+    control = tmp_path / "nvidia-cuda-mps-control"
+    control.write_text("#!/bin/sh\n")
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", setting)
+    with multi_process_service() as variables:
+        assert variables["CUDA_DEVICE_MAX_CONNECTIONS"] == expected
 
 
 def _run(*sources: str, time_limit_s: float = 30.0) -> int:

@@ -18,6 +18,10 @@ from bench.report import say
 _ALL_CTAS = 16
 # The first release whose communicators may have several ranks on one GPU.
 _FIRST_NCCL = (2, 30)
+# CUDA's default for a process that has the GPU to itself. A client of MPS gets fewer, and then a kernel of the compute
+# stands in one hardware queue behind a collective that waits for the collective ahead of it: an overlap that the
+# streams allow does not happen.
+_HARDWARE_QUEUES = "8"
 
 
 class SharedGpuError(Exception):
@@ -54,7 +58,10 @@ def nccl_environment(num_ranks: int, library: str | None) -> dict[str, str]:
 
 @contextmanager
 def multi_process_service() -> Iterator[dict[str, str]]:
-    """Run CUDA MPS with a folder of its own; yields the variables that let a process use it."""
+    """Run CUDA MPS with a folder of its own; yields the variables that let a process use it.
+
+    A number of hardware queues that the caller's environment names stays.
+    """
     program = shutil.which("nvidia-cuda-mps-control")
     smi = shutil.which("nvidia-smi")
     if program is None and smi is not None:
@@ -69,10 +76,11 @@ def multi_process_service() -> Iterator[dict[str, str]]:
     folder = tempfile.mkdtemp(prefix="mps", dir="/tmp")
     variables = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
     environment = {**os.environ, **variables}
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", _HARDWARE_QUEUES)
     try:
         subprocess.run([program, "-d"], env=environment, check=True, timeout=60)
         say("started CUDA MPS")
-        yield variables
+        yield {**variables, "CUDA_DEVICE_MAX_CONNECTIONS": queues}
     finally:
         with signals_ignored():
             # It waits for its clients, which are gone by now, and for itself.
