@@ -52,6 +52,7 @@ __all__ = [
     "all_gather_coalesced",
     "all_reduce_coalesced",
     "aot_autograd",
+    "as_real",
     "backend_of_region",
     "backend_that_traces",
     "backwards_at_once",
@@ -64,6 +65,7 @@ __all__ = [
     "detect_fake_mode",
     "dtensor_of",
     "elementwise_recomputed",
+    "foreach_add",
     "foreach_copy",
     "get_hash_for_files",
     "gradient_hooks",
@@ -227,6 +229,11 @@ def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def foreach_add(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Add each source to its target."""
+    torch._foreach_add_(list(targets), list(sources))
+
+
 def is_profiler_enabled() -> bool:
     """Whether a torch.profiler (or `emit_nvtx`) is recording in this process."""
     return torch.autograd._profiler_enabled()
@@ -241,9 +248,13 @@ def group_of(name: str) -> dist.ProcessGroup:
     return resolved
 
 
-def group_timeout_s(group: dist.ProcessGroup) -> float:
-    """How many seconds a collective of the group may take."""
-    device = next((device for device in group._device_types if device.type != "cpu"), torch.device("cpu"))
+def group_timeout_s(group: dist.ProcessGroup, device: torch.device | None = None) -> float:
+    """How many seconds a collective of the group may take: of tensors on `device`, or on its accelerator if it has one.
+
+    A group has a backend for each type of device, and each backend its own timeout.
+    """
+    if device is None:
+        device = next((device for device in group._device_types if device.type != "cpu"), torch.device("cpu"))
     options = getattr(group._get_backend(device), "options", None)
     return float(getattr(options, "_timeout", default_pg_timeout).total_seconds())
 
@@ -608,7 +619,7 @@ _ALL_GATHER = "all_gather_single_coalesced" if _IS_RENAMED else "allgather_into_
 _REDUCE_SCATTER = "reduce_scatter_single_coalesced" if _IS_RENAMED else "reduce_scatter_tensor_coalesced"
 
 
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Backends know no complex numbers: the same memory as pairs of real ones."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
@@ -621,7 +632,7 @@ def all_gather_coalesced(
     The group's own method: `torch.distributed`'s way to group collectives takes twice the host's time.
     """
     start = getattr(group, _ALL_GATHER)
-    work: dist.Work = start([*map(_as_real, outputs)], [*map(_as_real, inputs)], AllgatherOptions())
+    work: dist.Work = start([*map(as_real, outputs)], [*map(as_real, inputs)], AllgatherOptions())
     return work
 
 
@@ -632,7 +643,7 @@ def reduce_scatter_coalesced(
     options = ReduceScatterOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
     start = getattr(group, _REDUCE_SCATTER)
-    work: dist.Work = start([*map(_as_real, outputs)], [*map(_as_real, inputs)], options)
+    work: dist.Work = start([*map(as_real, outputs)], [*map(as_real, inputs)], options)
     return work
 
 
@@ -640,7 +651,7 @@ def all_reduce_coalesced(tensors: Sequence[torch.Tensor], group: dist.ProcessGro
     """Reduce each tensor in place with one grouped collective; returns the work to wait for."""
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
-    return group.allreduce_coalesced([*map(_as_real, tensors)], options)
+    return group.allreduce_coalesced([*map(as_real, tensors)], options)
 
 
 def is_in_backward() -> bool:

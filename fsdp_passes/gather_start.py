@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_passes._torch_compat import all_gather_coalesced, foreach_copy, group_of, register_work
+from fsdp_passes._torch_compat import foreach_copy, group_of, register_work
+from fsdp_passes.collectives import all_gather
 from fsdp_passes.offload import fetch
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def start_unregistered(
     gathered = _room_for(inputs, transfer.world_size)
     with on_side_stream(device):
         _wait_for(computed, device)
-        work = all_gather_coalesced(gathered, inputs, group_of(transfer.group_name))
+        work = all_gather(gathered, inputs, group_of(transfer.group_name))
         if is_fetched and computed is not None:
             # NCCL gathers on a stream of its own. The memory of `inputs` belongs to this one, which must not copy the
             # next shards into it before they are sent.
@@ -99,7 +100,7 @@ def start_unregistered(
 
 def _gather(inputs: list[Tensor], transfer: Transfer) -> tuple[list[Tensor], dist.Work]:
     gathered = _room_for(inputs, transfer.world_size)
-    return gathered, all_gather_coalesced(gathered, inputs, group_of(transfer.group_name))
+    return gathered, all_gather(gathered, inputs, group_of(transfer.group_name))
 
 
 def _wait_for(event: torch.cuda.Event | None, device: torch.device) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
 
 import torch
 
-from fsdp_passes._torch_compat import all_gather_coalesced, is_in_backward, outside_transforms
+from fsdp_passes._torch_compat import is_in_backward, outside_transforms
+from fsdp_passes.collectives import Transfers, all_gather
 from fsdp_passes.context import DelayedRelease, FsdpContext
 from fsdp_passes.debug import debug_flags, poison
 from fsdp_passes.errors import CollectiveError, PrefetchError
@@ -22,7 +22,7 @@ from fsdp_passes.starts import starting
 from fsdp_passes.unit import FsdpUnit
 from fsdp_passes.watchdog import await_named, note_awaited_on_stream
 
-Gather = tuple[list[FsdpParameter], list[torch.Tensor], Any]  # parameters, their buffers, the work
+Gather = tuple[list[FsdpParameter], list[torch.Tensor], Transfers]  # parameters and their buffers
 
 
 def start_gather(unit: FsdpUnit) -> None:
@@ -56,7 +56,9 @@ def start_gather(unit: FsdpUnit) -> None:
                         for param, part in zip(params, kept, strict=True)
                     ]
                     outputs = [param.gather_buffer(part) for param, part in zip(params, kept, strict=True)]
-                    gathers.append((params, outputs, all_gather_coalesced(outputs, inputs, group)))
+                    transfers = Transfers()
+                    gathers.append((params, outputs, transfers))  # before the start, which may be interrupted
+                    all_gather(outputs, inputs, group, transfers)
             if unit.params[0].home is not None:
                 context.offloading.note_reads(device)
             if stream is not None:

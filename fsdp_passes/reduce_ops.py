@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fsdp_passes._torch_compat import group_of, reduce_scatter_coalesced, register_work
+from fsdp_passes._torch_compat import group_of, register_work
+from fsdp_passes.collectives import reduce_scatter
 from fsdp_passes.ops import library
 
 
@@ -20,7 +21,7 @@ def _reduce_scatter(grads: list[Tensor], reduce_op: str, world_size: int, group_
     """
     inputs = [grad.contiguous() for grad in grads]
     results = _shards_of(grads, reduce_op, world_size, group_name)
-    work = reduce_scatter_coalesced(results, inputs, group_of(group_name), average=reduce_op == "avg")
+    work = reduce_scatter(results, inputs, group_of(group_name), average=reduce_op == "avg")
     register_work(results[0], work)
     return results
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fsdp_passes._torch_compat import group_of, has_gradient_hooks, reduce_scatter_coalesced
+from fsdp_passes._torch_compat import group_of, has_gradient_hooks
+from fsdp_passes.collectives import reduce_scatter
 from fsdp_passes.context import FinishReduction
 from fsdp_passes.division import GradientDivision, division_over
 from fsdp_passes.gradients import WriteGradients, keep_until_read, write_gradients
@@ -159,7 +160,7 @@ class _Reduction:
                     packed.new_empty(param.shard_shape) for param, packed in zip(self.params, self.packed, strict=True)
                 ]
                 average = self.division.reduce_op == "avg"
-                work = reduce_scatter_coalesced(outputs, self.packed, self.group, average=average)
+                work = reduce_scatter(outputs, self.packed, self.group, average=average)
             done = None
             if device.type == "cuda":
                 work.wait()  # the communication stream waits, not the host

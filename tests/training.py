@@ -114,11 +114,10 @@ def recorded_collectives() -> Iterator[list[str]]:
     names: list[str] = []
     with cpu_profile() as profiler:
         yield names
-    for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
-        kind = collective_kind(event.name) if event.name.startswith("c10d::") else "other"
+    for event, kind in _started(profiler.events()):
         # What the fallback sends, or reduces behind a graph, is no operator's.
         around = [name for name in _names_around(event) if name.startswith(("fsdp_passes::", "_c10d_functional::"))]
-        if kind != "other" and around:
+        if around:
             is_ahead = kind == "all_gather" and "fsdp_passes::start_next_graph" in around
             names.append("all_gather_ahead" if is_ahead else kind)
 
@@ -129,8 +128,22 @@ def recorded_all_gathers(units: str) -> Iterator[list[str]]:
     names: list[str] = []
     with cpu_profile() as profiler:
         yield names
-    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
-    names += [event.name for event in events if event.name.startswith("c10d::allgather") and _is_of(event, units)]
+    gathers = [event for event, kind in _started(profiler.events()) if kind == "all_gather"]
+    names += [event.name for event in gathers if _is_of(event, units)]
+
+
+def _started(events: Iterable[Any]) -> Iterator[tuple[Any, str]]:
+    """Each call that starts a collective, in order, with the collective's kind; of an exchange between two ranks, which
+    receives first and then sends, the first receive."""
+    calls = [event for event in events if event.name.startswith("c10d::")]
+    calls.sort(key=lambda event: event.time_range.start)
+    for before, event in zip([None, *calls], calls, strict=False):
+        # A receive's kind is that of the operator or the region, `FSDP:u:all_gather`, that it lies in.
+        names = _names_around(event) if event.name == "c10d::recv_" else [event.name]
+        kind = next((kind for name in names if (kind := collective_kind(name)) != "other"), "other")
+        is_first = before is None or before.name != event.name or event.name != "c10d::recv_"
+        if kind != "other" and is_first:
+            yield event, kind
 
 
 def _is_of(event: Any, units: str) -> bool:

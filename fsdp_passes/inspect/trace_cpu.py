@@ -15,6 +15,7 @@ from fsdp_passes.inspect.trace_names import (
     COMPUTE,
     collective_kind,
     is_backend_annotation,
+    is_transfer,
     meaning_of,
 )
 from fsdp_passes.inspect.trace_work import Collective, Work, new_collective
@@ -23,14 +24,15 @@ from fsdp_passes.inspect.trace_work import Collective, Work, new_collective
 def understand_cpu_work(events: TraceEvents, contexts: Contexts) -> tuple[Work, Work, list[Collective]]:
     """Sort a CPU rank's work into compute, copies and collectives.
 
-    Collectives are what the backend's own threads run (`gloo:all_gather`). Compute is operators on the other threads;
-    the time in calls that start a collective or wait for one is neither. Code that Inductor compiled shows no
-    operators, so there the regions that it opens count as compute.
+    Collectives are what the backend's own threads run (`gloo:all_gather`), and sends and receives that were started in
+    the region of a collective (`gloo:send` in `FSDP:u:all_gather`): all of one region are one. Compute is operators on
+    the other threads; the time in calls that start a collective or wait for one is neither. Code that Inductor compiled
+    shows no operators, so there the regions that it opens count as compute.
     """
     backend_lanes = {
         events.annotations.lanes[index]
         for index in range(len(events.annotations))
-        if is_backend_annotation(events.names.all[events.annotations.names[index]])
+        if _is_run(events.names.all[events.annotations.names[index]])
     }
     in_calls = _calls_by_lane(events.collective_calls)
     compute, copies = Work(), Work()
@@ -43,7 +45,12 @@ def understand_cpu_work(events: TraceEvents, contexts: Contexts) -> tuple[Work, 
         meaning = contexts.at(lane, begin)
         is_copy = meaning.role == COMMUNICATION or in_calls.get(lane, _NO_CALLS).covered(begin, end) > 0
         (copies if is_copy else compute).append(begin, end, (meaning.unit, meaning.phase), name)
-    return compute, copies, _collectives(events, contexts)
+    return compute, copies, [*_collectives(events, contexts), *_exchanges(events, contexts)]
+
+
+def _is_run(name: str) -> bool:
+    """Whether an annotation is what a thread of the backend's own ran."""
+    return is_backend_annotation(name) and not is_transfer(name)
 
 
 _NO_CALLS = IntervalUnion(())
@@ -84,7 +91,7 @@ def _collectives(events: TraceEvents, contexts: Contexts) -> list[Collective]:
     runs: dict[str, list[int]] = defaultdict(list)
     for index in events.annotations.in_order():
         name = events.names.all[events.annotations.names[index]]
-        if is_backend_annotation(name):
+        if _is_run(name):
             runs[_queue(name)].append(index)
     calls: dict[str, list[int]] = defaultdict(list)
     for index in events.collective_calls.in_order():
@@ -110,6 +117,31 @@ def _collectives(events: TraceEvents, contexts: Contexts) -> list[Collective]:
                 meaning = contexts.at(*launch)
             found.append(new_collective(begin, end, kind, name, lane, meaning, num_bytes, launch))
     return found
+
+
+def _exchanges(events: TraceEvents, contexts: Contexts) -> list[Collective]:
+    """Sends and receives, those of one region as one collective of the region's kind: this library's exchange."""
+    regions: dict[int, list[int]] = defaultdict(list)
+    begins: dict[int, list[float]] = defaultdict(list)
+    found: dict[int, Collective] = {}
+    for index in events.annotations.in_order():
+        name, lane = events.names.all[events.annotations.names[index]], events.annotations.lanes[index]
+        begin, end = events.annotations.begins[index], events.annotations.ends[index]
+        meaning = meaning_of(name)
+        if meaning is not None and meaning.role == COMMUNICATION:
+            regions[lane].append(index)
+            begins[lane].append(begin)
+        if not is_transfer(name):
+            continue
+        at = bisect_right(begins[lane], begin) - 1
+        region = regions[lane][at] if at >= 0 and begin < events.annotations.ends[regions[lane][at]] else index
+        if region in found:
+            found[region].end = max(found[region].end, end)
+            continue
+        kind = collective_kind(events.names.all[events.annotations.names[region]])
+        meaning = contexts.at(lane, begin)
+        found[region] = new_collective(begin, end, kind, name, lane, meaning, 0, (lane, begin))
+    return [*found.values()]
 
 
 def _queue(name: str) -> str:

@@ -120,6 +120,13 @@ def is_backend_annotation(name: str) -> bool:
     return name.startswith(("gloo:", "mpi:", "ucc:"))
 
 
+@functools.lru_cache(maxsize=4096)
+def is_transfer(name: str) -> bool:
+    """Whether a CPU backend marks a send or a receive so: from the call that starts it to the end of the wait for it,
+    on the threads of these."""
+    return is_backend_annotation(name) and name.partition(":")[2] in ("send", "recv")
+
+
 def num_bytes_of(arguments: dict[str, Any]) -> int:
     """Bytes of a collective's larger side, from what the profiler notes with it; 0 where it notes nothing.
 

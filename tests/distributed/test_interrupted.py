@@ -194,15 +194,16 @@ class InterruptedGather(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_seen = 0
+        self.num_seen = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and "allgather" in str(func):
-            self.num_seen += 1
-            if self.num_seen == 2:
-                time.sleep(0.5 * dist.get_rank())
-            elif self.num_seen == 3:
+        # Two ranks exchange: a layer's gather is two receives.
+        if func.namespace == "c10d":
+            self.num_seen += 1.0 if "allgather" in str(func) else 0.5 if "recv" in str(func) else 0.0
+            if self.num_seen > 2:
                 raise KeyboardInterrupt
+            if self.num_seen > 1:
+                time.sleep(0.5 * dist.get_rank())
         return func(*args, **(kwargs or {}))
 
 
@@ -233,7 +234,10 @@ def failed_group() -> None:
     dist.barrier(group)  # behind the gather: gloo's thread is through with it
 
 
-@pytest.mark.parametrize("case", ["interrupted_gather", "failed_group"])
-def test_a_gather_that_nobody_waited_for_keeps_its_memory(two_ranks: RankPool, case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "pool"),
+    [("interrupted_gather", "two_ranks"), ("interrupted_gather", "four_ranks"), ("failed_group", "four_ranks")],
+)
+def test_a_gather_that_nobody_waited_for_keeps_its_memory(case: str, pool: str, request: pytest.FixtureRequest) -> None:
     """A thread of gloo still writes there: where the memory was released, that ended the process."""
-    two_ranks.run(f"{HERE}:{case}")
+    request.getfixturevalue(pool).run(f"{HERE}:{case}")

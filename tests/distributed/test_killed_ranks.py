@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -35,12 +36,17 @@ def kill_self() -> None:
 
 
 class KilledIn(TorchDispatchMode):
-    """This process ends when it has started its second collective of one kind."""
+    """This process ends when it has started its second collective of one kind, or its second send or receive of one
+    tensor: two ranks of the fallback exchange."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
         self.num_left = 2
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else compiled models run as eager ones under a mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -108,30 +114,33 @@ def _hook(_: Tensor) -> None:
         raise TrapError("hook")
 
 
-KILLED = [
-    (way, where)
-    for way in ("fallback", "aot_eager")
-    for where in ("allgather in forward", "allgather in backward", "reducescatter in backward")
-]
+STARTS = ("allgather in forward", "allgather in backward", "reducescatter in backward")
+KILLED = [("fallback", where) for where in ("recv in forward", "send in forward", "send in backward")]
+KILLED += [("aot_eager", where) for where in STARTS]
 KILLED += [("fallback", "optimizer"), ("aot_eager", "compilation")]
 RAISES = [("aot_eager", "forward"), ("fallback", "backward"), ("fallback", "hook")]
 PAIRS = [*KILLED, *RAISES]
+TRIPLES = [("fallback", where) for where in STARTS]  # three ranks use the collectives of gloo
+GROUPS = [(way, where, 2) for way, where in PAIRS] + [(way, where, 3) for way, where in TRIPLES]
+ENDS = [*accumulate(size for _, _, size in GROUPS)]
+RANKS = [tuple(range(end - size, end)) for end, (_, _, size) in zip(ENDS, GROUPS, strict=True)]
 
 
 def end_in_each_way() -> dict[str, Any]:
-    """The ranks form pairs; the second one of each pair ends, in another way."""
+    """The ranks form groups; the second one of each group ends, in another way."""
     rank = dist.get_rank()
-    groups = [dist.new_group([2 * pair, 2 * pair + 1]) for pair in range(len(PAIRS))]
-    way, where = PAIRS[rank // 2]
+    groups = [dist.new_group([*ranks]) for ranks in RANKS]
+    place = next(index for index, ranks in enumerate(RANKS) if rank in ranks)
+    way, where, _ = GROUPS[place]
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(4)))
-    fully_shard(model, mesh=DeviceMesh.from_group(groups[rank // 2], "cpu"), units=["*"])
+    fully_shard(model, mesh=DeviceMesh.from_group(groups[place], "cpu"), units=["*"])
     model.set_collective_timeout(TIMEOUT_S)
     call: Any = model
     if way != "fallback":
         options = {"inner": way, "agreement_timeout_s": TIMEOUT_S}
         call = torch.compile(model, backend=overlap_fsdp, dynamic=False, options=options)
-    if rank % 2 == 1:
+    if rank == RANKS[place][1]:
         train(model, call, where, is_victim=True)
         raise AssertionError("expected to end before")
     error, _ = catch(CollectiveError, lambda: train(model, call, where, is_victim=False))
@@ -139,25 +148,26 @@ def end_in_each_way() -> dict[str, Any]:
     return {**vars(error), "text": str(error)}
 
 
-def test_a_rank_that_ends_in_any_way_is_named_by_the_other() -> None:
-    outcomes = run(f"{HERE}:end_in_each_way", 2 * len(PAIRS))
-    for pair, (way, where) in enumerate(PAIRS):
-        survivor, victim = outcomes[2 * pair], outcomes[2 * pair + 1]
-        if (way, where) in KILLED:
-            assert victim.exit_code == -signal.SIGKILL, (way, where, victim)
-        else:
+def test_a_rank_that_ends_in_any_way_is_named_by_the_others() -> None:
+    outcomes = run(f"{HERE}:end_in_each_way", RANKS[-1][-1] + 1)
+    for (way, where, _), (first, second, *others) in zip(GROUPS, RANKS, strict=True):
+        victim = outcomes[second]
+        if (way, where) in RAISES:
             assert f"TrapError: {where}" in victim.error, (way, where, victim)
-        assert survivor.exit_code == 0, (way, where, survivor)
-        seen = survivor.result
-        assert seen is not None, (way, where, survivor.error)
-        assert seen["missing_ranks"] == (2 * pair + 1,), (way, where, seen)
-        texts = (
-            f"rank {2 * pair + 1} gives no sign of life; it has probably ended",
-            # On a busy machine the store may not answer in time either; in a pair, only one rank can be missing.
-            f"no answer from rank {2 * pair + 1}, nor from the store",
-        )
-        assert any(text in seen["text"] for text in texts), (way, where, seen)
-        assert seen["unit"] in ("0", "1", "2", "3"), (way, where, seen)
-        if where in ("optimizer", "compilation"):
-            assert (seen["unit"], seen["collective"]) == ("0", "all_gather"), (way, where, seen)
-        assert seen["waited_s"] < LATEST_S, (way, where, seen)
+        else:
+            assert victim.exit_code == -signal.SIGKILL, (way, where, victim)
+        for survivor in (outcomes[rank] for rank in (first, *others)):
+            assert survivor.exit_code == 0, (way, where, survivor)
+            seen = survivor.result
+            assert seen is not None, (way, where, survivor.error)
+            assert seen["missing_ranks"] == (second,), (way, where, seen)
+            texts = (
+                f"rank {second} gives no sign of life; it has probably ended",
+                # On a busy machine the store may not answer in time either; in a pair, only one rank can be missing.
+                f"no answer from rank {second}, nor from the store",
+            )
+            assert any(text in seen["text"] for text in texts), (way, where, seen)
+            assert seen["unit"] in ("0", "1", "2", "3"), (way, where, seen)
+            if where in ("optimizer", "compilation"):
+                assert (seen["unit"], seen["collective"]) == ("0", "all_gather"), (way, where, seen)
+            assert seen["waited_s"] < LATEST_S, (way, where, seen)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bench.models import Shape
 from fsdp_passes._torch_compat import all_gather_coalesced, reduce_scatter_coalesced
+from fsdp_passes.collectives import all_gather, reduce_scatter
 from fsdp_passes.division import group_averages
 
 
@@ -50,6 +53,12 @@ def parameters_by_unit(model: nn.Module) -> list[list[nn.Parameter]]:
     return [unit for unit in (root, *layers) if unit]
 
 
+# What starts an all-gather, and what starts a reduce-scatter.
+Starts = tuple[Callable[..., dist.Work], Callable[..., dist.Work]]
+BACKENDS_OWN: Starts = (all_gather_coalesced, reduce_scatter_coalesced)
+OURS: Starts = (all_gather, reduce_scatter)
+
+
 class CommunicationAlone:
     """The collectives of one step, one grouped collective for each unit, one after another.
 
@@ -57,7 +66,10 @@ class CommunicationAlone:
     every unit's gradients are reduced.
     """
 
-    def __init__(self, shape: Shape, mesh: DeviceMesh, device: torch.device, reduce_dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: Shape, mesh: DeviceMesh, device: torch.device, reduce_dtype: torch.dtype, *, starts: Starts
+    ) -> None:
+        self.start_gather, self.start_reduce = starts
         with torch.device("meta"):
             units = parameters_by_unit(shape.make(torch.device("meta")))
         self.group = mesh.get_group()
@@ -79,13 +91,11 @@ class CommunicationAlone:
 
     def _gather(self, shapes: list[tuple[int, ...]]) -> dist.Work:
         shards, wholes, _, _ = self.buffers[tuple(shapes)]
-        work: dist.Work = all_gather_coalesced(wholes, shards, self.group)
-        return work
+        return self.start_gather(wholes, shards, self.group)
 
     def _reduce(self, shapes: list[tuple[int, ...]]) -> dist.Work:
         _, _, grads, rows = self.buffers[tuple(shapes)]
-        work: dist.Work = reduce_scatter_coalesced(rows, grads, self.group, average=self.averages)
-        return work
+        return self.start_reduce(rows, grads, self.group, average=self.averages)
 
 
 def _buffers(

@@ -15,6 +15,7 @@ import torch
 from bench.profile import StepProfile, profile_step
 from bench.statistics import LossMismatch, Summary, check_losses, in_turn, slowest_rank, summarize
 from bench.systems import ComputeAlone, Setting
+from bench.systems_names import COMMUNICATION
 
 if TYPE_CHECKING:
     from bench.worker import Worker
@@ -90,7 +91,7 @@ def build_and_check(
     try:
         system = build(setting)
         losses = []
-        if name != "communication":
+        if name not in COMMUNICATION:
             for _ in range(config.check_steps):
                 loss, lr = system.train_step(batch, lr)
                 losses.append(statistics.fmean(worker.control.all_of(loss.item())))

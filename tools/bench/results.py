@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.measure import Measured
 from bench.report import number, table
-from bench.systems_names import BASELINE, SYSTEMS
+from bench.systems_names import BASELINE, COMMUNICATION, SYSTEMS
 
 GIB = 2**30
 
@@ -34,7 +34,8 @@ _COLUMNS = (
 def rows_of(systems: Mapping[str, Measured]) -> list[dict[str, Any]]:
     """One row for each system: medians, ratios to compute alone and to the limit, memory, profile.
 
-    `to_limit` needs communication alone; slow-downs compare the time of compute's kernels with compute alone's.
+    `to_limit` needs communication alone, in the backend's own collectives; slow-downs compare the time of compute's
+    kernels with compute alone's.
     """
     compute = systems["compute"]
     communication = systems.get("communication")
@@ -60,7 +61,7 @@ def rows_of(systems: Mapping[str, Measured]) -> list[dict[str, Any]]:
             row["allocated_to_baseline"] = measured.peak_allocated_bytes / baseline.peak_allocated_bytes
         if profile is not None:
             row |= {"exposed_ms": profile.exposed_ms, "idle_ms": profile.idle_ms, "num_kernels": profile.num_kernels}
-            if compute.profile is not None and compute.profile.compute_ms and name != "communication":
+            if compute.profile is not None and compute.profile.compute_ms and name not in COMMUNICATION:
                 row["compute_slowdown"] = profile.compute_ms / compute.profile.compute_ms
                 if compute.profile.matmul_ms:
                     row["matmul_slowdown"] = profile.matmul_ms / compute.profile.matmul_ms

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from bench.communication import Collectives, CommunicationAlone
+from bench.communication import BACKENDS_OWN, OURS, Collectives, CommunicationAlone
 from bench.models import Shape
 from bench.simple_fsdp import shard_by_parametrization
 from fsdp_passes import fully_shard, overlap_fsdp
@@ -200,7 +200,8 @@ def _ours(setting: Setting, *, options: dict[str, Any] | None, keep_last: bool =
 
 BUILDERS: dict[str, Callable[[Setting], Any]] = {
     "compute": ComputeAlone,
-    "communication": lambda s: CommunicationAlone(s.shape, s.mesh, s.device, s.reduce_dtype),
+    "communication": lambda s: CommunicationAlone(s.shape, s.mesh, s.device, s.reduce_dtype, starts=BACKENDS_OWN),
+    "communication_ours": lambda s: CommunicationAlone(s.shape, s.mesh, s.device, s.reduce_dtype, starts=OURS),
     "fsdp2_eager": lambda s: _fsdp2(s, compile_layers=False),
     "fsdp2": lambda s: _fsdp2(s, compile_layers=True),
     "fsdp2_last_kept": lambda s: _fsdp2(s, compile_layers=True, keep_last=True),

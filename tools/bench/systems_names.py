@@ -6,6 +6,7 @@ from __future__ import annotations
 SYSTEMS: dict[str, str] = {
     "compute": "compute alone",
     "communication": "communication alone",
+    "communication_ours": "communication alone, as ours starts it",
     "fsdp2_eager": "FSDP2 eager",
     "fsdp2": "FSDP2, compiled layers",
     "fsdp2_last_kept": "FSDP2, last layer kept",
@@ -21,6 +22,9 @@ SYSTEMS: dict[str, str] = {
 }
 
 DEFAULT_SYSTEMS = ("compute", "communication", "fsdp2_eager", "fsdp2", "simple_fsdp", "eager", "compiled")
+
+# Without a step of a model: they have no losses, and no compute of their own.
+COMMUNICATION = ("communication", "communication_ours")
 
 # The system with which peak memory is compared.
 BASELINE = "fsdp2"
